@@ -1,0 +1,85 @@
+"""What the CPU device's phases read and write, as tuples of arrays that numba passes by reference.
+
+Sizes: L layers, P pages, R row capacity of a step, H hidden, F ffn, V vocabulary rounded up to 16,
+G = query heads per key/value head, D head dimension, S slots.
+A *tile* is 16 output columns: a packed matrix is `[N/16, K, 16]`, so that one vector load gives 16
+outputs of one k and a tile is one contiguous stream.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+PAGE = 64
+"""KV positions in a page."""
+
+
+class Dims(NamedTuple):
+    """Sizes as plain integers."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+
+
+class Weights(NamedTuple):
+    """Packed weights, float32 or bfloat16 as uint16, one copy; norms float32.
+
+    `qkv` holds the query heads, then the key heads, then the value heads, each head D/16 tiles.
+    `gate_up` alternates: tile 2i is the gate of outputs 16i..16i+15, tile 2i+1 their up projection.
+    `embed` is `head` itself when the model ties them.
+    """
+
+    embed: np.ndarray  # [V/16, H, 16]
+    qkv: np.ndarray  # [L, (heads + 2 * kv_heads) * D / 16, H, 16]
+    out: np.ndarray  # [L, H/16, heads * D, 16]
+    gate_up: np.ndarray  # [L, 2 * F/16, H, 16]
+    down: np.ndarray  # [L, H/16, F, 16]
+    head: np.ndarray  # [V/16, H, 16]
+    attn_norm: np.ndarray  # [L, H] float32
+    ffn_norm: np.ndarray  # [L, H] float32
+    final_norm: np.ndarray  # [H] float32
+    rope: np.ndarray  # [positions, 2, D/2] float32: cosines, then sines
+    eps: np.ndarray  # [1] float32
+
+
+class Kv(NamedTuple):
+    """Paged keys and values. Keys are packed like weights (16 positions are a tile, K = D)."""
+
+    k: np.ndarray  # [L, P, kv_heads, PAGE/16, D, 16] float32
+    v: np.ndarray  # [L, P, kv_heads, PAGE, D] float32
+
+
+class Batch(NamedTuple):
+    """The rows of one step, written by the scheduler before the first phase."""
+
+    count: np.ndarray  # int64: [0] rows, [1] head rows, [2] segments, [3] attention items, [4] parts
+    token: np.ndarray  # [R] int32
+    slot: np.ndarray  # [R] int32
+    position: np.ndarray  # [R] int32, absolute; also the KV position the row's key and value go to
+    head_row: np.ndarray  # [head rows] int32: the row each row of logits belongs to
+    segment: np.ndarray  # [segments, 3] int32: slot, first row, rows (one slot's consecutive rows)
+    pages: np.ndarray  # [S, pages per slot] int32: page table
+    item: np.ndarray  # [items, ...] int32: attention work, see attention.py
+    part: np.ndarray  # [R, 2] int32: first part and number of parts of a row's attention
+
+
+class Acts(NamedTuple):
+    """Activations of one step, float32. `*` is padded so that rows do not share cache sets."""
+
+    x: np.ndarray  # [R, H*] residual stream
+    q: np.ndarray  # [kv_heads, R * G, D] rotated queries
+    attn: np.ndarray  # [R, heads * D*] attention output
+    h: np.ndarray  # [R, F*] SwiGLU product
+    logits: np.ndarray  # [head rows, V]
+    part_ml: np.ndarray  # [kv_heads, part rows, 2] running maximum and sum of a part
+    part_o: np.ndarray  # [kv_heads, part rows, D] weighted values of a part
+    token: np.ndarray  # [head rows] int32: the chosen token, -1 where the logits hold NaN or +inf
+    logprob: np.ndarray  # [head rows] float32: its log-probability
+    scratch: np.ndarray  # [workers, scratch words] float32, private to a worker
