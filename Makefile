@@ -14,7 +14,7 @@ RUN_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+PIP := $(PY) -m pip --disable-pip-version-check install -qq $(PIP_ARGS)
 
 # The prompt goes to the command through the environment, untouched by make and the shell.
 ifneq ($(origin PROMPT),undefined)
