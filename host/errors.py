@@ -1,0 +1,15 @@
+"""What can go wrong between the host and a device. `megadecode.errors` re-exports these."""
+
+from __future__ import annotations
+
+
+class DeviceError(RuntimeError):
+    """The device cannot be used; the engine that owns it has to be closed."""
+
+
+class DeviceHung(DeviceError):
+    """A wait on the device outlived its deadline. The message names the phase and who was missing."""
+
+
+class QueueFull(RuntimeError):
+    """There is no room for another request now. Try again after one has finished."""

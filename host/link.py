@@ -1,0 +1,447 @@
+"""The host's end of the wire: what an engine does between launch and shutdown.
+
+Users' threads push requests, aborts and commands under one lock. One poller thread takes
+completions and hands them to each request's *sink*; it never waits for a reader, and while nothing
+is in flight it does not poll at all. It is also the watchdog: a device that reports a fault, or
+whose heartbeat stands still, ends every request with an exception that says where.
+
+Nothing here decides anything about a request: lengths, stops and pages are the device's business.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+
+from host.errors import DeviceError, DeviceHung, QueueFull
+from host.pool import BlockPool
+from host.ring import (
+    FULL,
+    make_staging,
+    push_abort,
+    push_request,
+    read_word,
+    wait_take,
+    write_word,
+)
+from host.wire import (
+    BLOCK_BYTES,
+    Command,
+    CompletionKind,
+    FinishReason,
+    RequestKind,
+    State,
+    Wire,
+    Word,
+)
+
+_POLL_US = 20_000
+_LARGEST_STEP_S = 0.05
+
+
+class Sink(Protocol):
+    """Where one request's completions go. Called by the poller; must not block."""
+
+    def on_tokens(self, ids: list[int], logprobs: list[float], stamp_ns: int) -> None: ...
+
+    def on_end(self, reason: FinishReason, details: list[int], stamp_ns: int) -> None: ...
+
+    def on_lost(self, error: DeviceError) -> None: ...
+
+
+class Device(Protocol):
+    """What the link needs of a device object."""
+
+    operations: tuple[str, ...]
+    workers: int
+    crash: BaseException | None
+
+    def launch(self) -> None: ...
+
+    def close(self, timeout_s: float = 5.0) -> bool: ...
+
+
+class Link:
+    """One device's requests in, completions out. Thread-safe."""
+
+    def __init__(
+        self, wire: Wire, device: Device, *, first_sequence: int = 0, deadline_s: float = 30.0
+    ) -> None:
+        self.wire = wire
+        self.device = device
+        self.deadline_s = deadline_s
+        self.launches = 0
+        self._inflight: dict[int, tuple[Sink, int, int]] = {}  # id -> sink, first block, blocks
+        self._copied: set[int] = set()  # their pool blocks are free again
+        self._max_inflight = len(wire.abort)
+        self._handles = list(range(self._max_inflight - 1, -1, -1))
+        self._generation = [0] * self._max_inflight
+        self._aborted: set[int] = set()
+        self._pool = BlockPool(len(wire.params))
+        self._pings: dict[int, threading.Event] = {}
+        self._next_ping = -1
+        self._request_tail = self._abort_tail = self._head = first_sequence
+        self._holds = 0  # bodies of `parked()`
+        self._parks = 0  # calls of `park` that wait for the device
+        self._pushed_while_parking = False
+        self._lost: DeviceError | None = None
+        self._closed = False
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # room appeared, or the poller has work
+        write_word(wire.control, Word.STATE, State.PARKED)
+        self._poller = threading.Thread(target=self._poll, name="megadecode-poll", daemon=True)
+        self._poller.start()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: np.ndarray,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        sink: Sink,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Put a request on the wire; its id. `prompt` is int32, at least one token.
+
+        Waits while the engine holds as many requests as it can, up to `timeout_s` (None: for ever;
+        0: not at all), then raises QueueFull. Raises DeviceError when the device is gone.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        blocks = 1 + -(-4 * len(prompt) // BLOCK_BYTES)
+        with self._changed:
+            while True:
+                self._check_usable()
+                first = self._pool.allocate(blocks) if self._handles else None
+                if first is not None:
+                    break
+                self._wait_for_room(end, blocks)
+            handle = self._handles.pop()
+            self._generation[handle] += 1
+            request_id = self._generation[handle] * self._max_inflight + handle
+            params = self.wire.params[first]
+            params["stop_count"] = len(stop_ids)
+            params["stop_ids"][: len(stop_ids)] = stop_ids
+            word = (first + 1) * BLOCK_BYTES // 4
+            self.wire.pool[word : word + len(prompt)] = prompt
+            self._inflight[request_id] = (sink, first, blocks)
+            try:
+                self._push(
+                    request_id, RequestKind.SUBMIT, len(prompt), max_new_tokens, first, blocks, end
+                )
+            except BaseException:
+                del self._inflight[request_id]
+                self._handles.append(handle)
+                self._pool.release(first, blocks)
+                raise
+            return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Ask the device to end a request; its terminal entry comes all the same. Idempotent."""
+        with self._changed:
+            if request_id not in self._inflight or request_id in self._aborted or self._lost:
+                return
+            self._aborted.add(request_id)
+            push_abort(self.wire, self._abort_tail, request_id)
+            self._abort_tail += 1
+            self._wake_device()
+
+    def ping(self, timeout_s: float = 5.0) -> float:
+        """Seconds from pushing a no-op request to its answer; DeviceError when none comes."""
+        answered = threading.Event()
+        start = time.monotonic()
+        with self._changed:
+            self._check_usable()
+            if self._holds:
+                raise DeviceError("the engine is parked; leave `parked()` before a ping")
+            ping_id, self._next_ping = self._next_ping, self._next_ping - 1
+            self._pings[ping_id] = answered
+            self._push(ping_id, RequestKind.PING, 0, 0, 0, 0, start + timeout_s)
+        if not answered.wait(timeout_s):
+            self._check_usable()
+            raise DeviceError(f"no answer to a ping within {timeout_s:g} s")
+        return time.monotonic() - start
+
+    @property
+    def inflight(self) -> int:
+        """Requests that have been pushed and have not ended."""
+        return len(self._inflight)
+
+    @property
+    def free_blocks(self) -> int:
+        """Pool blocks not in use."""
+        with self._lock:
+            return self._pool.free
+
+    # -- park and shutdown ------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """What the device says it is doing."""
+        return State(read_word(self.wire.control, Word.STATE))
+
+    def park(self, timeout_s: float | None = None) -> None:
+        """Make the device leave the loop at the next step boundary, and wait until it has.
+
+        Requests in flight keep their place and go on at the next launch: at the next `submit`,
+        `abort` or `unpark`.
+        """
+        with self._changed:
+            self._check_usable()
+            self._parks += 1
+            write_word(self.wire.control, Word.COMMAND, Command.PARK)
+            try:
+                self._wait_state(State.PARKED, timeout_s or self.deadline_s)
+            finally:
+                self._parks -= 1
+                if not self._parks:
+                    write_word(self.wire.control, Word.COMMAND, Command.RUN)
+            if not self._parks and self._pushed_while_parking:
+                self._pushed_while_parking = False
+                self._wake_device()
+
+    def unpark(self) -> None:
+        """Relaunch a parked device."""
+        with self._changed:
+            self._check_usable()
+            self._wake_device()
+
+    @contextmanager
+    def parked(self) -> Iterator[None]:
+        """Keep the device parked for the body; requests submitted meanwhile wait in the ring."""
+        with self._changed:
+            self._holds += 1
+            try:
+                self.park()
+            except BaseException:
+                self._holds -= 1
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._holds -= 1
+                if self._lost is None and not self._closed:
+                    self._wake_device()
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Abort what is in flight, shut the device down, end all threads. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._holds = 0
+            for request_id in list(self._inflight):
+                self.abort(request_id)
+            end = time.monotonic() + timeout_s
+            while self._inflight and self._lost is None and time.monotonic() < end:
+                self._changed.wait(0.1)
+            self._closed = True
+            if self._lost is None:
+                if self.state() in (State.RUNNING, State.PARKING):
+                    write_word(self.wire.control, Word.COMMAND, Command.SHUTDOWN)
+                    self._wait_state(None, timeout_s)
+            self._lose(DeviceError("the engine is closed"))
+            self._changed.notify_all()
+        self.device.close()
+        if threading.current_thread() is not self._poller:
+            self._poller.join(timeout_s)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        if self._closed:
+            raise DeviceError("the engine is closed")
+
+    def _wait_for_room(self, end: float | None, blocks: int) -> None:
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            why = (
+                f"all {self._max_inflight} places for requests in flight are taken"
+                if not self._handles
+                else f"the request pool has no room for {blocks * BLOCK_BYTES} bytes of prompt"
+            )
+            raise QueueFull(f"{why}; try again when a request has finished")
+        self._changed.wait(left)
+
+    def _push(
+        self,
+        request_id: int,
+        kind: RequestKind,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        block: int,
+        blocks: int,
+        end: float | None,
+    ) -> None:
+        """Push one entry, waiting for a free one; launch the device if it has parked."""
+        while True:
+            state = push_request(
+                self.wire,
+                self._request_tail,
+                request_id,
+                int(kind),
+                prompt_tokens,
+                max_new_tokens,
+                block,
+                blocks,
+            )
+            if state != FULL:
+                break
+            if end is not None and time.monotonic() >= end:
+                raise QueueFull(
+                    f"the request ring holds {len(self.wire.request)} entries the device has not "
+                    "taken yet; try again later"
+                )
+            self._wake_device()
+            self._changed.wait(0.001)
+            self._check_usable()
+        self._request_tail += 1
+        if state != State.RUNNING or self._parks:
+            self._wake_device()
+        self._changed.notify_all()
+
+    def _wake_device(self) -> None:
+        """The host's other half of the parking handshake; the lock is held."""
+        if self._parks:
+            self._pushed_while_parking = True
+        if self._holds or self._parks:
+            return
+        while (state := self.state()) == State.PARKING:
+            time.sleep(0)
+        if state == State.PARKED:
+            write_word(self.wire.control, Word.STATE, State.RUNNING)
+            self.launches += 1
+            self.device.launch()
+            self._changed.notify_all()
+
+    def _wait_state(self, wanted: State | None, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while (state := self.state()) != wanted:
+            if state in (State.STOPPED, State.FAULT) or (wanted is None and state == State.PARKED):
+                return
+            if time.monotonic() > end:
+                raise DeviceHung(f"the device did not leave its loop within {timeout_s:g} s")
+            self._changed.wait(0.0005)
+
+    def _poll(self) -> None:
+        staging = make_staging(256)
+        watch = _Watch(self.deadline_s)
+        while True:
+            with self._changed:
+                while not self._closed and (
+                    self._lost is not None or not (self._inflight or self._pings)
+                ):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                head = self._head
+            taken = wait_take(self.wire, head, staging, _POLL_US)
+            with self._changed:
+                self._head = head + taken
+                for entry in staging[:taken]:
+                    self._dispatch(entry)
+                if taken:
+                    self._changed.notify_all()
+                error = self._fault() or watch.look(self.wire.control, self._where)
+                if error is not None and self._lost is None:
+                    self._lose(error)
+
+    def _dispatch(self, entry: np.void) -> None:
+        request_id, kind = int(entry["request_id"]), int(entry["kind"])
+        if kind == CompletionKind.PONG:
+            self._pings.pop(request_id).set()
+            return
+        sink, first, blocks = self._inflight[request_id]
+        if kind == CompletionKind.TOKENS:
+            pairs = int(entry["pairs"])
+            sink.on_tokens(
+                entry["token"][:pairs].tolist(),
+                entry["logprob"][:pairs].tolist(),
+                int(entry["stamp_ns"]),
+            )
+        elif kind == CompletionKind.COPIED:
+            self._copied.add(request_id)
+            self._pool.release(first, blocks)
+        elif kind == CompletionKind.TERMINAL:
+            del self._inflight[request_id]
+            if request_id in self._copied:
+                self._copied.remove(request_id)
+            else:  # ended before its prompt was copied
+                self._pool.release(first, blocks)
+            self._aborted.discard(request_id)
+            self._handles.append(request_id % self._max_inflight)
+            sink.on_end(
+                FinishReason(int(entry["reason"])), entry["token"].tolist(), int(entry["stamp_ns"])
+            )
+
+    def _fault(self) -> DeviceError | None:
+        if self.state() != State.FAULT:
+            return None
+        if self.device.crash is not None:
+            return DeviceError(f"the device's loop ended with {self.device.crash!r}")
+        control = self.wire.control
+        operation = int(control[Word.FAULT_OPERATION])
+        mask = int(control[Word.FAULT_WORKERS])
+        missing = [w for w in range(self.device.workers) if mask >> w & 1]
+        return DeviceHung(
+            f"the device hung in phase {self.device.operations[operation]}: "
+            f"worker {', '.join(map(str, missing))} of {self.device.workers} did not arrive "
+            f"within the deadline"
+        )
+
+    def _where(self) -> str:
+        """What each worker is doing, from its phase word."""
+        words = [
+            int(read_word(self.wire.control, Word.PHASE + 8 * w))
+            for w in range(self.device.workers)
+        ]
+        return ", ".join(
+            f"worker {w} in {self.device.operations[at - 1] if at else 'no phase'}"
+            for w, at in enumerate(words)
+        )
+
+    def _lose(self, error: DeviceError) -> None:
+        self._lost = error
+        for sink, _, _ in self._inflight.values():
+            sink.on_lost(error)
+        self._inflight.clear()
+        for answered in self._pings.values():
+            answered.set()
+        self._pings.clear()
+        self._changed.notify_all()
+
+
+class _Watch:
+    """Notices a heartbeat that stands still while the device should be running.
+
+    Only time in which the poller itself ran counts: when the whole process has been stopped, the
+    clock has moved on and nobody hangs.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self._beat = -1
+        self._still_s = 0.0
+        self._last = time.monotonic()
+
+    def look(self, control: np.ndarray, where: object) -> DeviceHung | None:
+        now = time.monotonic()
+        step, self._last = min(now - self._last, _LARGEST_STEP_S), now
+        beat = int(read_word(control, Word.HEARTBEAT))
+        if beat != self._beat or read_word(control, Word.STATE) != State.RUNNING:
+            self._beat, self._still_s = beat, 0.0
+            return None
+        self._still_s += step
+        if self._still_s < self.deadline_s:
+            return None
+        assert callable(where)
+        return DeviceHung(
+            f"the device's heartbeat stood still for {self.deadline_s:g} s: {where()}"
+        )
