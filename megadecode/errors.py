@@ -1,0 +1,15 @@
+"""What can go wrong, as messages for people: what was wrong, the limit, what to do."""
+
+from __future__ import annotations
+
+
+class MegadecodeError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ModelError(MegadecodeError, ValueError):
+    """A model cannot be found, fetched, read or used: the file, the tensor or the key is named."""
+
+
+class PromptError(MegadecodeError, ValueError):
+    """A prompt or a list of chat messages cannot be turned into tokens."""
