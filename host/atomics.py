@@ -31,9 +31,7 @@ def _element(context, builder, signature, args):
     array_type = signature.args[0]
     array = context.make_array(array_type)(context, builder, args[0])
     index = context.cast(builder, args[1], signature.args[1], types.intp)
-    return cgutils.get_item_pointer(
-        context, builder, array_type, array, [index], wraparound=False
-    )
+    return cgutils.get_item_pointer(context, builder, array_type, array, [index], wraparound=False)
 
 
 def _extern(builder, name, result, *params):

@@ -38,7 +38,10 @@ class CpuDevice:
         self._closing = False
         self._threads = [
             threading.Thread(
-                target=self._run, args=(entry, args, worker), name=f"megadecode-{worker}", daemon=True
+                target=self._run,
+                args=(entry, args, worker),
+                name=f"megadecode-{worker}",
+                daemon=True,
             )
             for worker in range(workers)
         ]

@@ -402,8 +402,10 @@ class Link:
             int(read_word(self.wire.control, Word.PHASE + 8 * w))
             for w in range(self.device.workers)
         ]
+        names = self.device.operations
         return ", ".join(
-            f"worker {w} in {self.device.operations[at - 1] if at else 'no phase'}"
+            f"worker {w} "
+            + ("outside" if not at else f"{'in' if at > 0 else 'after'} {names[abs(at) - 1]}")
             for w, at in enumerate(words)
         )
 

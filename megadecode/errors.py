@@ -13,3 +13,11 @@ class ModelError(MegadecodeError, ValueError):
 
 class PromptError(MegadecodeError, ValueError):
     """A prompt or a list of chat messages cannot be turned into tokens."""
+
+
+class ParameterError(MegadecodeError, ValueError):
+    """A parameter of a request or of the engine is unknown, of the wrong type or out of range."""
+
+
+class DeviceUnavailable(MegadecodeError, RuntimeError):
+    """The device that was asked for cannot be used here."""

@@ -1,0 +1,105 @@
+"""The `megadecode` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Low-latency decoding of language models without a host in the loop.",
+)
+
+Model = Annotated[str, typer.Option(help="A known model's name or the path of a GGUF file.")]
+Device = Annotated[str, typer.Option(help="auto or cpu.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.command()
+def run(
+    prompt: Annotated[str, typer.Argument(help="What to answer; '-' reads standard input.")],
+    model: Model = "smollm2-135m",
+    ctx: Annotated[int, typer.Option(help="Positions a request may use.")] = 65536,
+    device: Device = "auto",
+    weights: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Answer one prompt, streaming."""
+    from megadecode.engine import Engine
+    from megadecode.sampling import SamplingParams
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    notes = Console(stderr=True)
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    with notes.status("loading"):
+        engine = Engine(model, ctx, slots=1, device=device, weights=weights)
+    with engine:
+        request = engine.submit(text, params, chat=not raw)
+        if not as_json:
+            for chunk in request:
+                sys.stdout.write(chunk.text)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
+        result = request.result()
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
+    else:
+        s = result.stats
+        notes.print(
+            f"[dim]{s.tokens} tokens, {s.tok_s:.1f} tok/s, first after {s.ttft_s * 1e3:.0f} ms, "
+            f"{s.host_round_trips} host round trip{'s' * (s.host_round_trips != 1)}, "
+            f"finish: {result.finish_reason}[/dim]"
+        )
+    if result.error:
+        raise typer.Exit(_fail(result.error))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what works here, what is missing, and how to get it."""
+    from megadecode.doctor import checks
+
+    found = checks()
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(check) for check in found]) + "\n")
+    else:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("", "what", "found", "to do"):
+            table.add_column(heading, overflow="fold")
+        for check in found:
+            table.add_row("ok" if check.ok else "--", check.what, check.found, check.advice)
+        Console().print(table)
+    if not all(check.ok for check in found if check.needed):
+        raise typer.Exit(1)
+
+
+def _fail(message: str) -> int:
+    Console(stderr=True).print(f"megadecode: {message}", style="red", markup=False, highlight=False)
+    return 1
+
+
+def main() -> None:
+    """Entry point: errors raised on purpose become one line and exit code 1."""
+    from host.errors import DeviceError, QueueFull
+    from megadecode.errors import MegadecodeError
+
+    try:
+        app()
+    except (MegadecodeError, DeviceError, QueueFull) as error:
+        sys.exit(_fail(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
