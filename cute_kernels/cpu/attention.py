@@ -1,0 +1,270 @@
+"""Attention of one layer over paged keys and values, in one order for every row.
+
+For a row at position p let c = 64 * floor(max(p - 15, 0) / 64). Keys below c are summed in blocks
+of one page with a running softmax, k ascending; `SPLIT_BLOCKS` blocks make a *part*, and a row's
+parts are merged in ascending order. Keys c..p, 15 to 79 of them (fewer at the start), form the
+*tail*, which is merged last. So what a row computes depends on its position and its keys alone: not
+on the rows beside it, nor on how the work was divided. The 15 is the deepest a draft tree goes:
+keys below c are committed whatever branch the row belongs to.
+
+`attend` does the block part from a list of work items that all layers share, `merge` the rest. The
+query heads of one key/value head are extra rows of the same product.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cute_kernels.cpu.simd import LANES, PAIR, advance, pair_gemm, pointer
+from cute_kernels.cpu.state import PAGE
+from cute_kernels.cpu.vecmath import exp, softmax_step
+from host.atomics import fetch_add
+from host.jit import jit
+
+SPLIT_BLOCKS = 8
+"""Pages in a part."""
+
+TAIL = 15
+"""Newest positions that never belong to a block: the deepest a draft tree may go."""
+
+FEW_ROWS = 16
+"""Segments of up to this many rows are divided by parts, longer ones by rows."""
+
+_TILE_PRODUCT_ROWS = 96
+_NO_MAXIMUM = np.float32(-np.inf)
+
+
+@jit
+def tile_rows(group):
+    """Rows of a long segment that one work item takes."""
+    return max(_TILE_PRODUCT_ROWS // group, 4)
+
+
+@jit
+def first_tail_key(position):
+    """The position at which the row's tail begins: a multiple of 64."""
+    return max(position - TAIL, 0) // PAGE * PAGE
+
+
+@jit
+def build_attention_work(dims, batch):
+    """Fill `batch.item` and `batch.part`, and `batch.count[3:5]`, from the step's segments.
+
+    An item is (slot, first row, rows, kv head, first split, end split); it writes part `first
+    split` of each row's parts. One thread calls this, before the first layer.
+    """
+    items, parts = 0, 0
+    tile = tile_rows(dims.heads // dims.kv_heads)
+    for s in range(batch.count[2]):
+        slot, first, rows = batch.segment[s, 0], batch.segment[s, 1], batch.segment[s, 2]
+        few = rows <= FEW_ROWS
+        for r in range(first, first + rows):
+            blocks = first_tail_key(batch.position[r]) // PAGE
+            splits = (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS
+            batch.part[r, 0] = parts
+            batch.part[r, 1] = splits if few else min(splits, 1)
+            parts += batch.part[r, 1]
+        step = rows if few else tile
+        # The last rows of a prompt chunk have the most keys: they go first.
+        for start in range((rows - 1) // step * step, -1, -step):
+            here = min(step, rows - start)
+            blocks = 0
+            for r in range(first + start, first + start + here):
+                blocks = max(blocks, first_tail_key(batch.position[r]) // PAGE)
+            splits = (blocks + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS
+            for split in range(0, splits, 1 if few else max(splits, 1)):
+                for head in range(dims.kv_heads):
+                    batch.item[items, 0] = slot
+                    batch.item[items, 1] = first + start
+                    batch.item[items, 2] = here
+                    batch.item[items, 3] = head
+                    batch.item[items, 4] = split
+                    batch.item[items, 5] = split + 1 if few else splits
+                    items += 1
+    batch.count[3] = items
+    batch.count[4] = parts
+
+
+@jit
+def attend(dims, weights, kv, batch, acts, layer, worker, counters, op):
+    """The parts of all rows: reads acts.q and the KV pages, writes acts.part_ml and acts.part_o."""
+    workers = acts.scratch.shape[0]
+    item = worker
+    while item < batch.count[3]:
+        for split in range(batch.item[item, 4], batch.item[item, 5]):
+            _attend_split(dims, kv, batch, acts, layer, worker, item, split)
+        item = workers + fetch_add(counters, op * 8, 1)
+
+
+@jit
+def _attend_split(dims, kv, batch, acts, layer, worker, item, split):
+    """One part (or one more split of it) for the rows of a work item."""
+    slot, first, rows = batch.item[item, 0], batch.item[item, 1], batch.item[item, 2]
+    head = batch.item[item, 3]
+    group, size = dims.heads // dims.kv_heads, dims.head_dim
+    scores = pointer(acts.scratch, worker * acts.scratch.shape[1])
+    sums = advance(scores, rows * group * PAGE)
+    states = advance(sums, rows * group * size)
+    scratch = acts.scratch[worker]
+    sums_at = rows * group * PAGE
+    states_at = sums_at + rows * group * size
+    scratch[sums_at:states_at] = np.float32(0.0)
+    for i in range(rows * group):
+        scratch[states_at + 2 * i] = _NO_MAXIMUM
+        scratch[states_at + 2 * i + 1] = np.float32(0.0)
+
+    last = 0
+    for r in range(first, first + rows):
+        last = max(last, first_tail_key(batch.position[r]) // PAGE)
+    stop = min((split + 1) * SPLIT_BLOCKS, last)
+    for block in range(split * SPLIT_BLOCKS, stop):
+        page, after = batch.pages[slot, block], batch.pages[slot, min(block + 1, last - 1)]
+        row = 0
+        while row < rows:
+            # A run of rows whose blocks include this one. Rows of a prompt chunk form one run.
+            if first_tail_key(batch.position[first + row]) <= block * PAGE:
+                row += 1
+                continue
+            end = row + 1
+            while end < rows and first_tail_key(batch.position[first + end]) > block * PAGE:
+                end += 1
+            _attend_block(
+                dims, kv, layer, head, page, after,
+                pointer(acts.q, (head * acts.q.shape[1] + (first + row) * group) * size),
+                advance(scores, row * group * PAGE), advance(sums, row * group * size),
+                advance(states, row * group * 2), (end - row) * group,
+                scratch[sums_at + row * group * size : states_at],
+            )  # fmt: skip
+            row = end
+
+    for row in range(rows):
+        if first_tail_key(batch.position[first + row]) <= split * SPLIT_BLOCKS * PAGE:
+            continue
+        part = (batch.part[first + row, 0] + batch.item[item, 4]) * group
+        for g in range(group):
+            at = row * group + g
+            _merge_part(
+                acts.part_ml[head, part + g], acts.part_o[head, part + g],
+                scratch[states_at + 2 * at : states_at + 2 * at + 2],
+                scratch[sums_at + at * size : sums_at + (at + 1) * size],
+                split == batch.item[item, 4],
+            )  # fmt: skip
+
+
+@jit
+def _attend_block(dims, kv, layer, head, page, after, q, scores, sums, states, rows, sums_view):
+    """One page for `rows` product rows: scores, running softmax, weighted values."""
+    size = dims.head_dim
+    where = (layer * kv.k.shape[1] + page) * dims.kv_heads + head
+    ahead = (layer * kv.k.shape[1] + after) * dims.kv_heads + head
+    for pair in range(PAGE // PAIR):
+        keys = pointer(kv.k, (where * PAGE + pair * PAIR) * size)
+        coming = pointer(kv.k, (ahead * PAGE + pair * PAIR) * size)
+        pair_gemm(
+            q, size, rows, keys, LANES, size * LANES, advance(scores, pair * PAIR), PAGE, size,
+            False, coming, True,
+        )  # fmt: skip
+    for i in range(rows):
+        factor = softmax_step(advance(scores, i * PAGE), PAGE, advance(states, 2 * i))
+        if factor != np.float32(1.0):
+            for d in range(i * size, (i + 1) * size):
+                sums_view[d] *= factor
+    for pair in range(size // PAIR):
+        values = pointer(kv.v, where * PAGE * size + pair * PAIR)
+        coming = pointer(kv.v, (ahead * size + pair * PAIR) * PAGE)
+        pair_gemm(
+            scores, PAGE, rows, values, size, LANES, advance(sums, pair * PAIR), size, PAGE,
+            True, coming, True,
+        )  # fmt: skip
+
+
+@jit
+def _merge_part(total_state, total, state, values, is_first):
+    """Add a part (maximum, sum, weighted values) to a total; the first one is taken as it is."""
+    if is_first:
+        total_state[0] = state[0]
+        total_state[1] = state[1]
+        for d in range(total.size):
+            total[d] = values[d]
+        return
+    top = max(total_state[0], state[0])
+    old, new = exp(total_state[0] - top), exp(state[0] - top)
+    total_state[0] = top
+    total_state[1] = total_state[1] * old + state[1] * new
+    for d in range(total.size):
+        total[d] = total[d] * old + values[d] * new
+
+
+@jit
+def merge(dims, weights, kv, batch, acts, layer, worker, counters, op):
+    """Merge each row's parts with its tail and normalise, into acts.attn."""
+    workers, rows = acts.scratch.shape[0], batch.count[0]
+    step = max(rows * dims.kv_heads // 64, 1)
+    chunks = (rows + step - 1) // step
+    item = worker
+    while item < chunks * dims.kv_heads:
+        head, chunk = item % dims.kv_heads, item // dims.kv_heads
+        for row in range(chunk * step, min((chunk + 1) * step, rows)):
+            _finish_row(dims, kv, batch, acts, layer, worker, row, head)
+        item = workers + fetch_add(counters, op * 8, 1)
+
+
+@jit
+def _finish_row(dims, kv, batch, acts, layer, worker, row, head):
+    group, size = dims.heads // dims.kv_heads, dims.head_dim
+    scratch = acts.scratch[worker]
+    # scores [group, 96], tail [group, size], total [group, size], their states [2, group, 2]
+    width = PAGE + PAIR
+    tail_at = group * width
+    total_at = tail_at + group * size
+    states_at = total_at + group * size
+    for i in range(group):
+        scratch[states_at + 2 * i] = _NO_MAXIMUM
+        scratch[states_at + 2 * i + 1] = np.float32(0.0)
+
+    position = batch.position[row]
+    start = first_tail_key(position)
+    keys = position - start + 1
+    here = min(keys, PAGE)
+    pages = batch.pages[batch.slot[row]]
+    where = (layer * kv.k.shape[1] + pages[start // PAGE]) * dims.kv_heads + head
+    beyond = where
+    if keys > PAGE:
+        beyond = (layer * kv.k.shape[1] + pages[start // PAGE + 1]) * dims.kv_heads + head
+    base = worker * acts.scratch.shape[1]
+    scores, tail = pointer(acts.scratch, base), pointer(acts.scratch, base + tail_at)
+    q = pointer(acts.q, (head * acts.q.shape[1] + row * group) * size)
+    for pair in range((keys + PAIR - 1) // PAIR):
+        page = where if pair < PAGE // PAIR else beyond
+        k = pointer(kv.k, (page * PAGE + pair % (PAGE // PAIR) * PAIR) * size)
+        pair_gemm(
+            q, size, group, k, LANES, size * LANES, advance(scores, pair * PAIR), width, size,
+            False, k, False,
+        )  # fmt: skip
+    for g in range(group):
+        softmax_step(
+            advance(scores, g * width), keys, pointer(acts.scratch, base + states_at + 2 * g)
+        )
+    for pair in range(size // PAIR):
+        v = pointer(kv.v, where * PAGE * size + pair * PAIR)
+        out = advance(tail, pair * PAIR)
+        pair_gemm(scores, width, group, v, size, LANES, out, size, here, False, v, False)
+        if keys > PAGE:
+            v = pointer(kv.v, beyond * PAGE * size + pair * PAIR)
+            rest = advance(scores, PAGE)
+            pair_gemm(rest, width, group, v, size, LANES, out, size, keys - PAGE, True, v, False)
+
+    for g in range(group):
+        state = scratch[states_at + 2 * (group + g) : states_at + 2 * (group + g) + 2]
+        total = scratch[total_at + g * size : total_at + (g + 1) * size]
+        count = batch.part[row, 1]
+        for i in range(count):
+            part = (batch.part[row, 0] + i) * group + g
+            _merge_part(state, total, acts.part_ml[head, part], acts.part_o[head, part], i == 0)
+        _merge_part(
+            state, total, scratch[states_at + 2 * g : states_at + 2 * g + 2],
+            scratch[tail_at + g * size : tail_at + (g + 1) * size], count == 0,
+        )  # fmt: skip
+        out = (head * group + g) * size
+        for d in range(size):
+            acts.attn[row, out + d] = total[d] / state[1]

@@ -1,0 +1,262 @@
+"""The phases of a forward step on the CPU device, apart from attention.
+
+Every phase has the signature `phase(dims, weights, kv, batch, acts, layer, worker, counters, op)`.
+All workers call it; a worker's first work item is the one with its own number, further ones come
+from `counters[8 * op]`, which the caller has set to zero. Phases do not synchronise: the caller
+puts a barrier between them.
+
+An item of a matrix phase is one pair of 16-column tiles, a contiguous stream that is read once and
+applied to all rows. The next item is taken before the current one is computed, so that its weights
+can be requested meanwhile; the last one requests the first of the matrix that follows. Thus the
+memory is busy across barriers too.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cute_kernels.cpu.simd import LANES, PAIR, load_weight, pair_gemm, pointer
+from cute_kernels.cpu.state import PAGE
+from cute_kernels.cpu.vecmath import argmax, log, silu_product, sum_exp, sum_squares
+from host.atomics import fetch_add
+from host.jit import jit
+
+
+@jit
+def embed(dims, weights, kv, batch, acts, layer, worker, counters, op):
+    """acts.x = the embedding of each row's token."""
+    workers = acts.scratch.shape[0]
+    row = worker
+    while row < batch.count[0]:
+        token = batch.token[row]
+        column = pointer(weights.embed, token // LANES * dims.hidden * LANES + token % LANES)
+        for k in range(dims.hidden):
+            acts.x[row, k] = load_weight(column, k * LANES)
+        row = workers + fetch_add(counters, op * 8, 1)
+
+
+@jit
+def _rms_norm(x, gain, eps, out, out_at):
+    """`out[out_at + k] = x[k] / rms(x) * gain[k]` for one row x."""
+    size = gain.size
+    mean = sum_squares(pointer(x, 0), size) / np.float32(size)
+    scale = np.float32(1.0) / np.float32(math.sqrt(mean + eps))
+    for k in range(size):
+        out[out_at + k] = x[k] * scale * gain[k]
+
+
+@jit
+def _multiply(acts, worker, rows, x, x_stride, depth, w, ahead):
+    """One item: `rows` rows times the pair at `w`, into this worker's buffer of [rows, 32]."""
+    out = pointer(acts.scratch, (worker + 1) * acts.scratch.shape[1] - acts.x.shape[0] * PAIR)
+    pair_gemm(x, x_stride, rows, w, LANES, depth * LANES, out, PAIR, depth, False, ahead, True)
+
+
+@jit
+def _products(acts, worker):
+    """What `_multiply` wrote, [rows, 32]."""
+    size = acts.x.shape[0] * PAIR
+    words = acts.scratch.shape[1]
+    return acts.scratch[worker, words - size : words].reshape((acts.x.shape[0], PAIR))
+
+
+@jit
+def qkv(dims, weights, kv, batch, acts, layer, worker, counters, op):
+    """Rotated queries (times head_dim ** -0.5) into acts.q; keys and values into the KV pages."""
+    workers, rows = acts.scratch.shape[0], batch.count[0]
+    hidden, stride = dims.hidden, acts.x.shape[1]
+    for r in range(rows):
+        _rms_norm(
+            acts.x[r], weights.attn_norm[layer], weights.eps[0], acts.scratch[worker], r * stride
+        )  # fmt: skip
+    x = pointer(acts.scratch, worker * acts.scratch.shape[1])
+    buffer = _products(acts, worker)
+    pairs = dims.head_dim // PAIR
+    items = (dims.heads + 2 * dims.kv_heads) * pairs
+    item = worker
+    while item < items:
+        following = workers + fetch_add(counters, op * 8, 1)
+        if following < items:
+            ahead = pointer(weights.qkv, (layer * items + following) * PAIR * hidden)
+        else:
+            ahead = _first_of_out(dims, weights, layer, worker)
+        w = pointer(weights.qkv, (layer * items + item) * PAIR * hidden)
+        _multiply(acts, worker, rows, x, stride, hidden, w, ahead)
+        head, first = item // pairs, item % pairs * LANES
+        if head < dims.heads:
+            _store_queries(dims, weights, batch, acts, buffer, rows, head, first)
+        elif head < dims.heads + dims.kv_heads:
+            _store_keys(dims, weights, kv, batch, layer, buffer, rows, head - dims.heads, first)
+        else:
+            head -= dims.heads + dims.kv_heads
+            for r in range(rows):
+                position = batch.position[r]
+                page = batch.pages[batch.slot[r], position // PAGE]
+                for j in range(PAIR):
+                    kv.v[layer, page, head, position % PAGE, 2 * first + j] = buffer[r, j]
+        item = following
+
+
+@jit
+def _store_queries(dims, weights, batch, acts, buffer, rows, head, first):
+    group, half = dims.heads // dims.kv_heads, dims.head_dim // 2
+    scale = np.float32(1.0 / math.sqrt(dims.head_dim))
+    for r in range(rows):
+        turn = weights.rope[batch.position[r]]
+        out = acts.q[head // group, r * group + head % group]
+        for j in range(LANES):
+            a, b = buffer[r, j], buffer[r, LANES + j]
+            cos, sin = turn[0, first + j], turn[1, first + j]
+            out[first + j] = (a * cos - b * sin) * scale
+            out[first + j + half] = (b * cos + a * sin) * scale
+
+
+@jit
+def _store_keys(dims, weights, kv, batch, layer, buffer, rows, head, first):
+    half = dims.head_dim // 2
+    for r in range(rows):
+        position = batch.position[r]
+        turn = weights.rope[position]
+        offset = position % PAGE
+        page = batch.pages[batch.slot[r], position // PAGE]
+        tile = kv.k[layer, page, head, offset // LANES]
+        for j in range(LANES):
+            a, b = buffer[r, j], buffer[r, LANES + j]
+            cos, sin = turn[0, first + j], turn[1, first + j]
+            tile[first + j, offset % LANES] = a * cos - b * sin
+            tile[first + j + half, offset % LANES] = b * cos + a * sin
+
+
+@jit
+def _first_of_out(dims, weights, layer, worker):
+    depth = dims.heads * dims.head_dim
+    pairs = dims.hidden // PAIR
+    return pointer(weights.out, (layer * pairs + min(worker, pairs - 1)) * PAIR * depth)
+
+
+@jit
+def out_proj(dims, weights, kv, batch, acts, layer, worker, counters, op):
+    """acts.x += acts.attn times the output projection."""
+    workers, rows = acts.scratch.shape[0], batch.count[0]
+    depth, items = dims.heads * dims.head_dim, dims.hidden // PAIR
+    x = pointer(acts.attn, 0)
+    after = min(worker, dims.ffn // LANES - 1)
+    item = worker
+    while item < items:
+        following = workers + fetch_add(counters, op * 8, 1)
+        if following < items:
+            ahead = pointer(weights.out, (layer * items + following) * PAIR * depth)
+        else:
+            first = layer * (dims.ffn // LANES) + after
+            ahead = pointer(weights.gate_up, first * PAIR * dims.hidden)
+        w = pointer(weights.out, (layer * items + item) * PAIR * depth)
+        _multiply(acts, worker, rows, x, acts.attn.shape[1], depth, w, ahead)
+        _add_to_residual(acts, worker, rows, item)
+        item = following
+
+
+@jit
+def _add_to_residual(acts, worker, rows, item):
+    buffer = _products(acts, worker)
+    for r in range(rows):
+        for j in range(PAIR):
+            acts.x[r, item * PAIR + j] += buffer[r, j]
+
+
+@jit
+def gate_up(dims, weights, kv, batch, acts, layer, worker, counters, op):
+    """acts.h = silu(gate) * up of the normalised residual stream."""
+    workers, rows = acts.scratch.shape[0], batch.count[0]
+    hidden, stride = dims.hidden, acts.x.shape[1]
+    for r in range(rows):
+        _rms_norm(
+            acts.x[r], weights.ffn_norm[layer], weights.eps[0], acts.scratch[worker], r * stride
+        )  # fmt: skip
+    x = pointer(acts.scratch, worker * acts.scratch.shape[1])
+    buffer = _products(acts, worker)
+    items, after = dims.ffn // LANES, hidden // PAIR
+    item = worker
+    while item < items:
+        following = workers + fetch_add(counters, op * 8, 1)
+        if following < items:
+            ahead = pointer(weights.gate_up, (layer * items + following) * PAIR * hidden)
+        else:
+            first = layer * after + min(worker, after - 1)
+            ahead = pointer(weights.down, first * PAIR * dims.ffn)
+        w = pointer(weights.gate_up, (layer * items + item) * PAIR * hidden)
+        _multiply(acts, worker, rows, x, stride, hidden, w, ahead)
+        for r in range(rows):
+            out = pointer(acts.h, r * acts.h.shape[1] + item * LANES)
+            silu_product(pointer(buffer, r * PAIR), out)
+        item = following
+
+
+@jit
+def down(dims, weights, kv, batch, acts, layer, worker, counters, op):
+    """acts.x += acts.h times the down projection."""
+    workers, rows = acts.scratch.shape[0], batch.count[0]
+    depth, items = dims.ffn, dims.hidden // PAIR
+    x = pointer(acts.h, 0)
+    item = worker
+    while item < items:
+        following = workers + fetch_add(counters, op * 8, 1)
+        if following < items:
+            ahead = pointer(weights.down, (layer * items + following) * PAIR * depth)
+        elif layer + 1 < dims.layers:
+            pairs = (dims.heads + 2 * dims.kv_heads) * (dims.head_dim // PAIR)
+            first = (layer + 1) * pairs + min(worker, pairs - 1)
+            ahead = pointer(weights.qkv, first * PAIR * dims.hidden)
+        else:
+            first = min(worker, weights.head.shape[0] // 2 - 1)
+            ahead = pointer(weights.head, first * PAIR * dims.hidden)
+        w = pointer(weights.down, (layer * items + item) * PAIR * depth)
+        _multiply(acts, worker, rows, x, acts.h.shape[1], depth, w, ahead)
+        _add_to_residual(acts, worker, rows, item)
+        item = following
+
+
+@jit
+def head(dims, weights, kv, batch, acts, layer, worker, counters, op):
+    """acts.logits of the head rows: final norm, then the output embedding."""
+    workers, rows = acts.scratch.shape[0], batch.count[1]
+    hidden, stride = dims.hidden, acts.x.shape[1]
+    for r in range(rows):
+        _rms_norm(
+            acts.x[batch.head_row[r]], weights.final_norm, weights.eps[0], acts.scratch[worker],
+            r * stride,
+        )  # fmt: skip
+    x = pointer(acts.scratch, worker * acts.scratch.shape[1])
+    items, width = weights.head.shape[0] // 2, acts.logits.shape[1]
+    item = worker if rows > 0 else items
+    while item < items:
+        following = workers + fetch_add(counters, op * 8, 1)
+        w = pointer(weights.head, item * PAIR * hidden)
+        if following < items:
+            ahead = pointer(weights.head, following * PAIR * hidden)
+        else:
+            pairs = (dims.heads + 2 * dims.kv_heads) * (dims.head_dim // PAIR)
+            ahead = pointer(weights.qkv, min(worker, pairs - 1) * PAIR * hidden)
+        out = pointer(acts.logits, item * PAIR)
+        pair_gemm(x, stride, rows, w, LANES, hidden * LANES, out, width, hidden, False, ahead, True)
+        item = following
+
+
+@jit
+def select(dims, weights, kv, batch, acts, layer, worker, counters, op):
+    """The likeliest token of every head row and its log-probability.
+
+    Equal logits: the lowest id. NaN or +inf among the row's logits: token -1, log-probability NaN.
+    """
+    workers = acts.scratch.shape[0]
+    row = worker
+    while row < batch.count[1]:
+        logits = pointer(acts.logits, row * acts.logits.shape[1])
+        token = argmax(logits, dims.vocab)
+        acts.token[row] = token
+        acts.logprob[row] = np.float32(np.nan)
+        if token >= 0:
+            total = sum_exp(logits, dims.vocab, acts.logits[row, token])
+            acts.logprob[row] = np.float32(-log(np.float64(total)))
+        row = workers + fetch_add(counters, op * 8, 1)
