@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
 from cute_kernels.cpu import loop
-from cute_kernels.cpu.pack import allocate_acts, allocate_kv, pack_weights
+from cute_kernels.cpu.pack import allocate_acts, allocate_kv, attention_items, pack_weights
 from cute_kernels.cpu.slots import Limits, Sched, make_sched
 from cute_kernels.cpu.state import PAGE, Batch, Dims, Kv, make_batch
 from cute_kernels.cpu.team import make_sync
@@ -111,9 +112,14 @@ def start(
     )
     weights = pack_weights(config, get, o.ctx, o.weights)
     kv = allocate_kv(config, o.pages)
-    acts = allocate_acts(config, rows, head_rows, o.slots, o.pages, o.workers)
+    table = -(-o.ctx // PAGE) + 1
+    acts = allocate_acts(config, rows, head_rows, o.slots, table, o.workers)
     batch = make_batch(
-        rows=rows, head_rows=head_rows, slots=o.slots, pages_per_slot=-(-o.ctx // PAGE) + 1
+        rows=rows,
+        head_rows=head_rows,
+        slots=o.slots,
+        pages_per_slot=table,
+        items=attention_items(config, rows, o.slots, table),
     )
     limits = Limits(
         ctx=o.ctx,
@@ -128,15 +134,18 @@ def start(
     sync = make_sync(o.workers)
     counters = np.zeros(len(operations) * LINE, np.int64)
     trace = loop.make_trace()
+    arguments = (
+        o.workers, wire, sched, limits, dims, weights, kv, batch, acts, sync, counters, operations,
+        trace, np.zeros(3, np.int64),
+    )  # fmt: skip
+    # Compile, or load from the cache, before the first request and not in its time to first token.
+    loop.run.compile(tuple(numba.typeof(value) for value in (0, *arguments)))  # type: ignore[attr-defined]
     device = CpuDevice(
         loop.run,
-        (
-            o.workers, wire, sched, limits, dims, weights, kv, batch, acts, sync, counters,
-            operations, trace, np.zeros(3, np.int64),
-        ),
+        arguments,
         workers=o.workers,
         control=wire.control,
         operations=operation_names(config.layers),
-    )  # fmt: skip
+    )
     link = Link(wire, device, first_sequence=o.first_sequence, deadline_s=o.deadline_s + 5)
     return CpuParts(link, wire, sched, batch, kv, sync, trace, dims)

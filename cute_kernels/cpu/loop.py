@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from cute_kernels.cpu import phases
-from cute_kernels.cpu.attention import build_attention_work
+from cute_kernels.cpu.attention import attend, build_attention_work, merge
 from cute_kernels.cpu.scheduler import admit, apply_aborts, build_rows, commit
 from cute_kernels.cpu.service import (
     completion_room,
@@ -74,9 +74,9 @@ def _run_phase(phase, layer, dims, weights, kv, batch, acts, worker, counters, o
     elif phase == _QKV:
         phases.qkv(dims, weights, kv, batch, acts, layer, worker, counters, op)
     elif phase == _ATTEND:
-        phases.attend(dims, weights, kv, batch, acts, layer, worker, counters, op)
+        attend(dims, weights, kv, batch, acts, layer, worker, counters, op)
     elif phase == _MERGE:
-        phases.merge(dims, weights, kv, batch, acts, layer, worker, counters, op)
+        merge(dims, weights, kv, batch, acts, layer, worker, counters, op)
     elif phase == _OUT_PROJ:
         phases.out_proj(dims, weights, kv, batch, acts, layer, worker, counters, op)
     elif phase == _GATE_UP:

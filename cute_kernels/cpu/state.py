@@ -59,7 +59,9 @@ class Kv(NamedTuple):
 class Batch(NamedTuple):
     """The rows of one step, written by the scheduler before the first phase."""
 
-    count: np.ndarray  # int64: [0] rows, [1] head rows, [2] segments, [3] attention items, [4] parts
+    count: (
+        np.ndarray
+    )  # int64: [0] rows, [1] head rows, [2] segments, [3] attention items, [4] parts
     token: np.ndarray  # [R] int32
     slot: np.ndarray  # [R] int32
     position: np.ndarray  # [R] int32, absolute; also the KV position the row's key and value go to
@@ -83,3 +85,20 @@ class Acts(NamedTuple):
     token: np.ndarray  # [head rows] int32: the chosen token, -1 where the logits hold NaN or +inf
     logprob: np.ndarray  # [head rows] float32: its log-probability
     scratch: np.ndarray  # [workers, scratch words] float32, private to a worker
+
+
+def make_batch(
+    *, rows: int, head_rows: int, slots: int, pages_per_slot: int, items: int
+) -> Batch:
+    """An empty row table: `rows` rows, `items` attention work items, a page table per slot."""
+    return Batch(
+        count=np.zeros(8, np.int64),
+        token=np.zeros(rows, np.int32),
+        slot=np.zeros(rows, np.int32),
+        position=np.zeros(rows, np.int32),
+        head_row=np.zeros(head_rows, np.int32),
+        segment=np.zeros((slots + 1, 3), np.int32),
+        pages=np.zeros((slots, pages_per_slot), np.int32),
+        item=np.zeros((items, 6), np.int32),
+        part=np.zeros((rows, 2), np.int32),
+    )

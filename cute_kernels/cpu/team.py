@@ -44,7 +44,7 @@ _STATE_FAULT = int(State.FAULT)
 STEP = 1
 LEAVE = 2
 
-_SPINS = 20_000  # about 0.3 ms of spinning before a waiter offers its core to others
+_SPINS = 2_000  # some 50 us of spinning before a waiter offers its core to others
 _LONGEST_LOOK_NS = 10_000_000
 
 
