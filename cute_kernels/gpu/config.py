@@ -1,0 +1,336 @@
+"""What a decode step computes and who computes it: shapes, compile-time choices, tile assignment.
+
+Host-side and free of cutlass: the same description drives packing, the device code, the tests and
+the roofline columns of the reports.
+
+Words. A matrix [N, K] is cut into *tiles* of 8 output columns. A tile's slice of K that one CTA
+multiplies in one go is a *unit*: 8 x `slab` bf16 values, stored in MMA fragment order. Where
+`split` > 1 the CTAs of a cluster share the K of their tiles and exchange partial sums; where
+`passes` > 1 a CTA walks its share of K slab by slab, so that a slab of activations fits registers.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+TILE = 8  # output columns of an mma.sync m16n8k16
+CHUNK = 32  # K values in one 16-byte B vector of a warp: two k16 steps
+SMEM_LIMIT = {"sm_90a": 232448, "sm_100a": 232448, "sm_120a": 101376}  # bytes per block
+COPIES = 3  # rotating copies of every activation buffer; see step.py
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder-only transformer of the Llama family, in elements."""
+
+    name: str
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    layers: int
+    rms_eps: float = 1e-5
+
+    @property
+    def qkv(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+LLAMA_1B = Shape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256, 16)
+SMOLLM2 = Shape("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 30)
+SHAPES = {s.name: s for s in (LLAMA_1B, SMOLLM2)}
+LAYER_KINDS = ("qkv", "o", "gu", "down")
+KINDS = (*LAYER_KINDS, "lm")
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One matrix of the step as the kernel sees it. `index` is its place in KINDS."""
+
+    name: str
+    cols: int
+    k: int
+    split: int
+    passes: int
+    copies_per_unit: int
+
+    @property
+    def index(self) -> int:
+        return KINDS.index(self.name)
+
+    @property
+    def normed(self) -> bool:
+        """RMSNorm in front: one factor per row, applied to the finished sums."""
+        return self.name in ("qkv", "gu", "lm")
+
+    @property
+    def slab(self) -> int:
+        return self.k // self.split // self.passes
+
+    @property
+    def unit_bytes(self) -> int:
+        return TILE * self.slab * 2
+
+    @property
+    def copy_bytes(self) -> int:
+        return self.unit_bytes // self.copies_per_unit
+
+    @property
+    def tiles(self) -> int:
+        return self.cols // TILE
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that changes the machine code of one step kernel. Bad choices raise ValueError.
+
+    warps: consumer warps, `row_warps` of them side by side over the rows, the others over K.
+    split / down_split: CTAs that share the K of a tile, in all other matrices / in `down`.
+    passes: slabs of `down` per CTA. inflight, hungry: see ring.py. probe: poll one vector per lane
+    before asking for all. attention: 0 leaves it out (a GEMM skeleton), else tree attention.
+    """
+
+    shape: Shape
+    rows: int = 16
+    ctas: int = 128
+    warps: int = 8
+    row_warps: int = 1
+    split: int = 1
+    down_split: int = 4
+    passes: int = 1
+    stage_bytes: int = 16384
+    stages: int = 12
+    inflight: int = 2
+    hungry: int = 4
+    probe: bool = True
+    red_buffers: int = 1
+    inbox_slots: int = 2
+    setmaxnreg: bool = False
+    timing: bool = False
+    attention: bool = False
+    handoff: str = "words"  # or "counter": one grid barrier a phase; "none": wrong on purpose
+    phase: str = ""  # one phase as a kernel of its own, for graph baselines
+    arch: str = "sm_90a"
+    gemms: tuple = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        s = self.shape
+        sizes = {
+            "qkv": (s.qkv, s.hidden),
+            "o": (s.hidden, s.heads * s.head_dim),
+            "gu": (2 * s.ffn, s.hidden),
+            "down": (s.hidden, s.ffn),
+            "lm": (s.vocab, s.hidden),
+        }
+        self._check(self.rows == 8 or self.rows % 16 == 0, "rows", "8 or a multiple of 16")
+        self._check(self.warps % self.row_warps == 0, "row_warps", f"a divisor of {self.warps}")
+        self._check(
+            self.m_tiles % self.row_warps == 0, "row_warps", f"a divisor of {self.m_tiles}"
+        )
+        gemms = []
+        for name, (cols, k) in sizes.items():
+            split = self.down_split if name == "down" else self.split
+            passes = self.passes if name == "down" else 1
+            step = CHUNK * self.k_warps * split * passes
+            self._check(k % step == 0, "warps", f"such that {step} divides K = {k} of {name}")
+            unit = TILE * (k // split // passes) * 2
+            copies = -(-unit // self.stage_bytes)
+            while unit % copies or unit // copies % (CHUNK * self.k_warps * TILE * 2):
+                copies += 1
+                self._check(copies <= unit // 512, "stage_bytes", f"fit for units of {unit} bytes")
+            gemms.append(Gemm(name, cols, k, split, passes, copies))
+        object.__setattr__(self, "gemms", tuple(gemms))
+        self._check(self.ctas % self.cluster == 0, "ctas", f"a multiple of {self.cluster}")
+        self._check(self.split in (1, self.down_split), "split", f"1 or {self.down_split}")
+        if self.cluster > 1:
+            one_group = max(self.group_tiles_in("down")) <= self.group
+            self._check(
+                self.group % self.cluster == 0 or (one_group and self.split == 1),
+                "warps",
+                f"2 x a multiple of the cluster's {self.cluster} CTAs",
+            )
+        total = sum(self.smem_plan().values())
+        limit = SMEM_LIMIT[self.arch]
+        if total > limit:
+            parts = ", ".join(f"{k} {v}" for k, v in self.smem_plan().items())
+            raise ValueError(
+                f"{s.name}: shared memory {total} B is over the {limit} B of {self.arch} ({parts});"
+                f" use fewer stages (now {self.stages})"
+            )
+
+    def _check(self, ok: bool, name: str, wanted: str) -> None:
+        if not ok:
+            raise ValueError(
+                f"{self.shape.name}: {name} is {getattr(self, name)}; it must be {wanted}"
+            )
+
+    # -- derived sizes
+    @property
+    def cluster(self) -> int:
+        return max(self.split, self.down_split)
+
+    @property
+    def half(self) -> bool:
+        """8 rows: one 16-byte A vector serves both k16 steps of a chunk."""
+        return self.rows == 8
+
+    @property
+    def m_tiles(self) -> int:
+        return max(self.rows // 16, 1)
+
+    @property
+    def tile_rows(self) -> int:
+        return self.m_tiles * 16
+
+    @property
+    def k_warps(self) -> int:
+        return self.warps // self.row_warps
+
+    @property
+    def group(self) -> int:
+        """Tiles summed over the warps in one go: 64 threads (row, column pair) each."""
+        return self.warps * 32 // 64
+
+    @property
+    def chunk_bytes(self) -> int:
+        """One 32-wide K chunk of activations."""
+        return 512 if self.half else 1024 * self.m_tiles
+
+    @property
+    def block(self) -> int:
+        """Consumers, the producer and the janitor; setmaxnreg wants whole warpgroups."""
+        warps = self.warps + 2
+        return (-(-warps // 4) * 4 if self.setmaxnreg else warps) * 32
+
+    def gemm(self, name: str) -> Gemm:
+        return self.gemms[KINDS.index(name)]
+
+    def group_tiles_in(self, name: str) -> np.ndarray:
+        """Tiles of each cluster in a matrix whose tiles belong to clusters."""
+        tiles, clusters = self.gemm(name).tiles, self.ctas // self.cluster
+        size = np.full(clusters, tiles // clusters)
+        extra = tiles % clusters
+        size[np.arange(extra) * clusters // max(extra, 1)] += 1
+        return size
+
+    @property
+    def own_tiles(self) -> int:
+        """Most residual tiles (8 columns) that one CTA keeps."""
+        return int(-(-self.group_tiles_in("down").max() // self.cluster))
+
+    @property
+    def inbox_tiles(self) -> int:
+        return -(-self.group // self.cluster)
+
+    @property
+    def acc_groups(self) -> int:
+        return -(-int(self.group_tiles_in("down").max()) // self.group) if self.passes > 1 else 0
+
+    def smem_plan(self) -> dict[str, int]:
+        """Bytes of dynamic shared memory by use, in order."""
+        tile = self.tile_rows * TILE * 4
+        plan = {
+            "ring": self.stages * self.stage_bytes,
+            "partial sums": self.red_buffers * self.group * self.k_warps * tile,
+            "row squares": 2 * self.k_warps * self.tile_rows * 4,
+            "residual": self.own_tiles * tile,
+            "barriers": (2 * self.stages + 2 + 8) * 8,
+        }
+        if self.cluster > 1:
+            plan["inbox"] = self.inbox_slots * self.inbox_tiles * self.cluster * tile
+        if self.split > 1:
+            plan["squares inbox"] = 2 * self.split * self.k_warps * self.tile_rows * 4
+            plan["row factors"] = self.tile_rows * 4
+        if self.acc_groups:
+            plan["pass sums"] = self.acc_groups * self.group * tile
+        if self.attention:
+            plan["attention"] = ATTENTION_BYTES
+        return {k: -(-v // 128) * 128 for k, v in plan.items()}
+
+    @property
+    def smem_bytes(self) -> int:
+        return sum(self.smem_plan().values())
+
+    @cached_property
+    def tag(self) -> str:
+        """A readable name: the model and every field that is not at its default."""
+        skip = {"shape", "gemms", "arch"}
+        parts = [self.shape.name]
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name not in skip and value != f.default:
+                parts.append(f"{f.name}={int(value) if isinstance(value, bool) else value}")
+        return ",".join(parts)
+
+
+ATTENTION_BYTES = 0
+
+
+# -- activation buffers ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Buffers:
+    """Byte offsets of one copy of the activation buffers (bf16, A fragment order) in `act`."""
+
+    q: int
+    y: int
+    h: int
+    x: int
+    bytes: int
+
+    @classmethod
+    def of(cls, c: Config) -> "Buffers":
+        s = c.shape
+        at, sizes = [0], (s.qkv, s.hidden, s.ffn, s.hidden)
+        for cols in sizes:
+            at.append(at[-1] + -(-cols // CHUNK) * c.chunk_bytes)
+        return cls(*at[:4], bytes=at[4])
+
+
+# -- tile assignment ---------------------------------------------------------------------------
+def tile_stride(c: Config, name: str) -> int:
+    """Distance of a CTA's consecutive tiles: `o` follows the ownership of `down`, so that the
+    residual of a column never leaves its CTA."""
+    return c.cluster if name == "o" and c.split == 1 else 1
+
+
+def make_plan(c: Config, layers: int) -> np.ndarray:
+    """plan[cta, phase] = (first tile, tiles, copies, bytes a copy), int32.
+
+    Phases are 4 per layer and the head. Tiles of a split matrix belong to a cluster; CTA r of a
+    cluster finishes tiles r, r + cluster, ... of its `down`, and `o` follows. Elsewhere tiles are
+    consecutive, and a remainder goes to those with the shortest streams so far.
+    """
+    plan = np.zeros((c.ctas, 4 * layers + 1, 4), np.int32)
+    load = np.zeros(c.ctas)
+    rank, team = np.arange(c.ctas) % c.cluster, np.arange(c.ctas) // c.cluster
+    owned = c.group_tiles_in("down")
+    owned_first = np.cumsum(owned) - owned
+    for p, name in enumerate([*LAYER_KINDS] * layers + ["lm"]):
+        g = c.gemm(name)
+        if name in ("o", "down"):
+            first, n = owned_first[team], owned[team]
+            if g.split == 1:
+                first, n = first + rank, (n - rank + c.cluster - 1) // c.cluster
+        else:
+            width = g.split
+            units = load.reshape(-1, width)[:, 0]
+            n = np.full(len(units), g.tiles // len(units))
+            n[np.argsort(units, kind="stable")[: g.tiles % len(units)]] += 1
+            first = np.repeat(np.cumsum(n) - n, width)
+            n = np.repeat(n, width)
+        plan[:, p, 0], plan[:, p, 1] = first, n
+        plan[:, p, 2] = n * g.passes * g.copies_per_unit
+        plan[:, p, 3] = g.copy_bytes
+        load += n * g.passes * g.unit_bytes
+    return plan
+
+
+def step_bytes(c: Config, layers: int | None = None) -> int:
+    """bf16 weight bytes that a step must read."""
+    layers = c.shape.layers if layers is None else layers
+    per_layer = sum(c.gemm(k).cols * c.gemm(k).k * 2 for k in LAYER_KINDS)
+    return layers * per_layer + c.gemm("lm").cols * c.gemm("lm").k * 2

@@ -1,0 +1,99 @@
+"""The weight stream: bulk copies from one contiguous stream per CTA through a ring in shared memory.
+
+One producer warp issues copies as stages free up and knows nothing of hand-offs, so it runs ahead
+across them. Consumer warps take stages in order and give each back with `release_after`.
+
+Bytes in flight are limited, not the ring's depth: a saturated memory queue delays every store,
+fence and load behind it, and those are the hand-offs. At most `inflight` copies are under way,
+except while fewer than `hungry` stages are issued and not yet consumed: then the ring starves and
+the limit would cost bandwidth.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint64
+
+from cute_kernels.gpu import sync
+
+EVICT_FIRST = 0x12F0000000000000  # weights are read once a step; let activations have the L2
+
+
+class Ring:
+    """Trace-time handle. base, bars: shared addresses of the stages and of full[n], empty[n]."""
+
+    def __init__(self, base, bars, stages, stage_bytes):
+        self.base, self.n, self.stage_bytes = base, stages, stage_bytes
+        self.full, self.empty = bars, bars + 8 * stages
+
+
+def init_ring(ring, consumer_warps):
+    """One thread, before the CTA's first barrier."""
+    for i in range(ring.n):
+        sync.init_barrier(ring.full + 8 * i, 1)
+        sync.init_barrier(ring.empty + 8 * i, consumer_warps)
+
+
+@cute.jit
+def advance(ring: cutlass.Constexpr, stage: Int32, parity: Int32):
+    stage = stage + 1
+    if stage == ring.n:
+        stage = Int32(0)
+        parity = parity ^ 1
+    return stage, parity
+
+
+@cute.jit
+def fetch(ring: cutlass.Constexpr, at: Int64, n_bytes: Int32, stage: Int32):
+    """One elected lane copies n_bytes (a multiple of 16) into a stage. In this DSL version a bulk
+    copy does not elect a lane by itself: 32 lanes would over-complete the barrier."""
+    with cute.arch.elect_one():
+        sync.expect(ring.full + stage * 8, n_bytes)
+        sync.ptx_do(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+            " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+            ring.base + stage * ring.stage_bytes,
+            at,
+            n_bytes,
+            ring.full + stage * 8,
+            Uint64(EVICT_FIRST),
+        )
+
+
+@cute.jit
+def starving(ring: cutlass.Constexpr, hungry: cutlass.Constexpr, stage: Int32, parity: Int32):
+    """1 if fewer than `hungry` stages before `stage` are issued and not yet consumed."""
+    before, turn = stage + (ring.n - hungry), parity ^ 1
+    if before >= ring.n:
+        before, turn = before - ring.n, turn ^ 1
+    return sync.test_parity(ring.empty + before * 8, turn)
+
+
+@cute.jit
+def produce(
+    ring: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    at: Int64,
+    copies: Int32,
+    n_bytes: Int32,
+    stage: Int32,
+    parity: Int32,
+    issued: Int32,
+    landed: Int32,
+    landed_parity: Int32,
+):
+    """Issue `copies` copies of n_bytes each from `at` on, one stage each. Returns the state."""
+    for i in cutlass.range(copies, unroll=1):
+        sync.wait_parity(ring.empty + stage * 8, parity ^ 1)
+        if cutlass.const_expr(c.inflight > 0):
+            if issued >= c.inflight:
+                hold = Int32(1)
+                if cutlass.const_expr(c.hungry > 0):
+                    hold = 1 - starving(ring, c.hungry, stage, parity)
+                if hold != 0:
+                    sync.wait_parity(ring.full + landed * 8, landed_parity)
+                landed, landed_parity = advance(ring, landed, landed_parity)
+            issued = issued + 1
+        fetch(ring, at, n_bytes, stage)
+        at = at + Int64(n_bytes)
+        stage, parity = advance(ring, stage, parity)
+    return at, stage, parity, issued, landed, landed_parity

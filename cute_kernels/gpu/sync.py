@@ -1,0 +1,295 @@
+"""Every access that another CTA, the copy engine or the host can see goes through this module.
+
+Two rules of the compiler (checked by tests/compile) shape it:
+
+- `cute.arch.load/store` with acquire/release semantics do not stop the compiler from merging or
+  dropping the plain accesses around them. Everything here is inline PTX, which does.
+- ptxas puts no wait between a shared-memory load and a following `mbarrier.arrive`, so a stage can
+  be refilled before it was read. `release_after` makes the arrive depend on the loaded registers.
+
+Words as flags. A consumer of activations polls the data words themselves: a word that holds EMPTY
+has not been written. A hand-off is then one store and one load, with no counter, no fence and no
+barrier in between. The contract:
+
+- a writer publishes each word once, with `st_word`/`st_words`, and never the value EMPTY (as bf16
+  pairs and as fp32 that is a NaN no conversion or arithmetic produces);
+- a word is valid by itself: readers may assume nothing about other words of the same writer;
+- before a word is published again it is set back to EMPTY, after every reader has consumed it and
+  with `fence_gpu` between the clearing store and any later word of the clearing CTA from which a
+  reader can learn that its next wait may begin.
+
+Deadlines. Every wait in here traps after DEADLINE_NS: a persistent kernel that waits for the wrong
+thing would otherwise hold the device for ever.
+"""
+
+import enum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.arch.nvvm_wrappers import inline_ptx
+
+EMPTY = 0xFFFFFFFF
+DEADLINE_NS = 2_000_000_000
+
+
+class Barrier(enum.IntEnum):
+    """Named barriers. 0 is `sync_threads`, which role-specialised code must not use."""
+
+    CONSUMERS = 1
+
+
+def ptx_read(code, types, *args):
+    out = inline_ptx(code, write_only_types=types, read_only_args=list(args))
+    return list(out) if len(types) > 1 else out
+
+
+def ptx_do(code, *args):
+    inline_ptx(code, read_only_args=list(args))
+
+
+# -- counters and flags ------------------------------------------------------------------------
+def ld_acquire(addr, scope="gpu"):
+    return ptx_read(f"ld.acquire.{scope}.global.b32 {{$w0}}, [{{$r0}}];", [Int32], addr)
+
+
+def st_release(addr, value, scope="gpu"):
+    ptx_do(f"st.release.{scope}.global.b32 [{{$r0}}], {{$r1}};", addr, value)
+
+
+def red_release(addr, value, scope="gpu"):
+    ptx_do(f"red.release.{scope}.global.add.u32 [{{$r0}}], {{$r1}};", addr, value)
+
+
+def fence_gpu():
+    """Orders this thread's earlier global accesses before its later ones, for the whole device."""
+    ptx_do("fence.acq_rel.gpu;")
+
+
+# -- words as flags ----------------------------------------------------------------------------
+def ld_words(addr):
+    """Four words that other SMs write: read where they meet, at L2."""
+    return ptx_read(
+        "ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
+        [Uint32] * 4,
+        addr,
+    )
+
+
+def ld_missing_words(addr, words, worst):
+    """`words`, read again only where this lane still misses one (worst == EMPTY): polling
+    everything from every SM would take the bandwidth of the weight stream."""
+    return ptx_read(
+        "{ .reg .pred q; setp.eq.u32 q, {$r5}, 0xffffffff; mov.b32 {$w0}, {$r1};"
+        " mov.b32 {$w1}, {$r2}; mov.b32 {$w2}, {$r3}; mov.b32 {$w3}, {$r4};"
+        " @q ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}]; }",
+        [Uint32] * 4,
+        addr,
+        *words,
+        worst,
+    )
+
+
+def ld_word(addr):
+    return ptx_read("ld.relaxed.gpu.global.L1::no_allocate.b32 {$w0}, [{$r0}];", [Uint32], addr)
+
+
+def st_word(addr, value):
+    ptx_do("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", addr, value)
+
+
+def st_words(addr, values):
+    """2 or 4 words in one store; each is a flag of its own."""
+    n = len(values)
+    names = ",".join("{$r%d}" % (i + 1) for i in range(n))
+    ptx_do("st.relaxed.gpu.global.v%d.b32 [{$r0}], {%s};" % (n, names), addr, *values)
+
+
+def largest(words):
+    """EMPTY if any of the words is."""
+    worst = words[0]
+    for w in words[1:]:
+        worst = cutlass.max(worst, w)
+    return worst
+
+
+def any_lane_empty(worst):
+    """Warp-uniform: 1 if any lane's `worst` is EMPTY."""
+    return ptx_read(
+        "{ .reg .pred q; setp.eq.u32 q, {$r0}, 0xffffffff;"
+        " vote.sync.any.pred q, q, 0xffffffff; selp.u32 {$w0}, 1, 0, q; }",
+        [Uint32],
+        worst,
+    )
+
+
+# -- deadlines ---------------------------------------------------------------------------------
+def trap():
+    ptx_do("trap;")
+
+
+@cute.jit
+def overdue(tries: Int32, since: Int64):
+    """Call once per turn of a waiting loop with (0, 0) at first; traps at the deadline."""
+    tries = tries + 1
+    if (tries & 255) == 0:
+        now = cute.arch.globaltimer()
+        if since == 0:
+            since = now
+        if now - since > DEADLINE_NS:
+            trap()
+    return tries, since
+
+
+@cute.jit
+def wait_counter(addr: Int64, target: Int32):
+    """One thread: until the counter has reached `target` (signed distance, so it may wrap)."""
+    seen = ld_acquire(addr)
+    tries, since = Int32(0), Int64(0)
+    while seen - target < 0:
+        seen = ld_acquire(addr)
+        tries, since = overdue(tries, since)
+
+
+# -- shared-memory barriers --------------------------------------------------------------------
+def try_parity(bar, parity):
+    """1 if the phase of `bar` with that parity is complete; may suspend the thread a while."""
+    return ptx_read(
+        "{ .reg .pred q; mbarrier.try_wait.parity.shared::cta.b64 q, [{$r0}], {$r1};"
+        " selp.u32 {$w0}, 1, 0, q; }",
+        [Int32],
+        bar,
+        parity,
+    )
+
+
+def test_parity(bar, parity):
+    return ptx_read(
+        "{ .reg .pred q; mbarrier.test_wait.parity.shared::cta.b64 q, [{$r0}], {$r1};"
+        " selp.u32 {$w0}, 1, 0, q; }",
+        [Int32],
+        bar,
+        parity,
+    )
+
+
+@cute.jit
+def wait_parity(bar: Int32, parity: Int32):
+    done = try_parity(bar, parity)
+    tries, since = Int32(0), Int64(0)
+    while done == 0:
+        done = try_parity(bar, parity)
+        tries, since = overdue(tries, since)
+
+
+def init_barrier(bar, count):
+    ptx_do("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", bar, Int32(count))
+
+
+def fence_barrier_init():
+    ptx_do("fence.mbarrier_init.release.cluster;")
+
+
+def arrive(bar):
+    ptx_do("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", bar)
+
+
+def expect(bar, n_bytes):
+    ptx_do("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", bar, n_bytes)
+
+
+def release_after(bar, loaded, zero):
+    """Arrive on `bar`, not before every register in `loaded` holds its value.
+
+    zero: a run-time zero the compiler cannot see through (else it folds the dependence away).
+    """
+    if loaded:
+        seen = loaded[0]
+        for v in loaded[1:]:
+            seen = seen | v
+        bar = bar + Int32(seen & zero)
+    arrive(bar)
+
+
+# -- clusters ----------------------------------------------------------------------------------
+def peer_address(addr, rank):
+    """The address of the same shared-memory location in CTA `rank` of the cluster."""
+    return ptx_read("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Int32], addr, rank)
+
+
+def send_pair(addr, v0, v1, bar):
+    """Two fp32 into a peer's shared memory; its barrier counts 8 bytes when they are there.
+
+    addr, bar: from `peer_address`. The receiver waits for the barrier and needs no fence. The
+    sender must know that the slot is free (see gemm.py: by the order of groups).
+    """
+    ptx_do(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32"
+        " [{$r0}], {{$r1},{$r2}}, [{$r3}];",
+        addr,
+        as_bits(v0),
+        as_bits(v1),
+        bar,
+    )
+
+
+def send_word(addr, value, bar):
+    ptx_do(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
+        addr,
+        as_bits(value),
+        bar,
+    )
+
+
+def cluster_sync():
+    """All threads of the cluster. At the start it makes barrier initialisation visible to peers;
+    at the end it keeps shared memory alive until nobody can write to it any more."""
+    ptx_do("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+
+
+# -- dependent launch --------------------------------------------------------------------------
+def let_dependents_start():
+    ptx_do("griddepcontrol.launch_dependents;")
+
+
+def wait_for_prerequisites():
+    """Until the kernels before this one have ended and their writes are visible."""
+    ptx_do("griddepcontrol.wait;")
+
+
+# -- plain helpers that must stay in program order with the above ------------------------------
+def as_bits(v):
+    return ptx_read("mov.b32 {$w0}, {$r0};", [Uint32], v)
+
+
+def as_float(v):
+    return ptx_read("mov.b32 {$w0}, {$r0};", [Float32], v)
+
+
+def lds_words(addr):
+    return ptx_read("ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Uint32] * 4, addr)
+
+
+def lds_pair(addr):
+    return ptx_read("ld.shared.v2.f32 {{$w0},{$w1}}, [{$r0}];", [Float32] * 2, addr)
+
+
+def lds(addr):
+    return ptx_read("ld.shared.f32 {$w0}, [{$r0}];", [Float32], addr)
+
+
+def sts_quad(addr, v):
+    ptx_do("st.shared.v4.f32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};", addr, *v)
+
+
+def sts_pair(addr, v0, v1):
+    ptx_do("st.shared.v2.f32 [{$r0}], {{$r1},{$r2}};", addr, v0, v1)
+
+
+def sts(addr, v):
+    ptx_do("st.shared.f32 [{$r0}], {$r1};", addr, v)
+
+
+def consumer_sync(threads):
+    cute.arch.barrier(barrier_id=int(Barrier.CONSUMERS), number_of_threads=threads)

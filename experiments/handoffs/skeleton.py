@@ -1,0 +1,197 @@
+"""Run step kernels on synthetic weights, compare with torch, time them. Needs torch and a GPU."""
+
+import gc
+from typing import Any
+
+import torch
+
+from cute_kernels.gpu import pack
+from cute_kernels.gpu.config import COPIES, LAYER_KINDS, Buffers, Config, make_plan
+from cute_kernels.gpu.load import Kernel
+
+
+class Weights:
+    """Random bf16 matrices [N, K] of a shape, in phase order, with unit gain (K ** -0.5).
+
+    Rows of gate/up are interleaved (gate 0, up 0, gate 1, ...), as the kernels want them.
+    """
+
+    def __init__(self, shape, seed: int) -> None:
+        self.shape = shape
+        gen = torch.Generator("cuda").manual_seed(seed)
+
+        def draw(n: int, k: int) -> torch.Tensor:
+            w = torch.randn(n, k, generator=gen, device="cuda", dtype=torch.bfloat16)
+            return w * k**-0.5
+
+        s = shape
+        sizes = [
+            (s.qkv, s.hidden),
+            (s.hidden, s.heads * s.head_dim),
+            (2 * s.ffn, s.hidden),
+            (s.hidden, s.ffn),
+        ]
+        self.matrices = [draw(n, k) for _ in range(s.layers) for n, k in sizes]
+        self.matrices.append(draw(s.vocab, s.hidden))
+        self.x = torch.randn(128, s.hidden, generator=gen, device="cuda").bfloat16()
+
+    def of(self, layers: int) -> list[torch.Tensor]:
+        return self.matrices[: 4 * layers] + self.matrices[-1:]
+
+
+def reference(weights: Weights, layers: int, rows: int) -> dict[str, torch.Tensor]:
+    """The step in fp32, rounded to bf16 where the kernel stores bf16. Keys: KINDS."""
+    s, ws = weights.shape, weights.of(layers)
+
+    def factor(v):
+        return torch.rsqrt((v * v).mean(1, keepdim=True) + s.rms_eps)
+
+    def stored(v):
+        return v.bfloat16().float()
+
+    x = weights.x[:rows].float()
+    residual, out = x, {}
+    for i in range(layers):
+        wq, wo, wg, wd = (w.float() for w in ws[4 * i : 4 * i + 4])
+        q = stored(x @ wq.T * factor(x))
+        residual = residual + q[:, : s.heads * s.head_dim] @ wo.T
+        y = stored(residual)
+        gu = y @ wg.T * factor(y)
+        h = stored(torch.nn.functional.silu(gu[:, 0::2]) * gu[:, 1::2])
+        residual = residual + h @ wd.T
+        x = stored(residual)
+        out = dict(qkv=q, o=y, gu=h, down=x)
+    out["lm"] = x @ ws[-1].float().T * factor(x)
+    return out
+
+
+def packed(weights: Weights, c: Config, layers: int) -> tuple[torch.Tensor, ...]:
+    """(stream, offsets, plan) on the device."""
+    size = pack.granule(c) // 2
+    names = [*LAYER_KINDS] * layers + ["lm"]
+    pieces = [
+        pack.pack_matrix(w, c, name).reshape(-1, size)
+        for name, w in zip(names, weights.of(layers), strict=True)
+    ]
+    index, offsets = pack.stream_index(c, layers)
+    stream = torch.cat(pieces)[torch.from_numpy(index).cuda()]
+    return (
+        stream,
+        torch.from_numpy(offsets).cuda(),
+        torch.from_numpy(make_plan(c, layers)).cuda(),
+    )
+
+
+class Skeleton:
+    """A step kernel with its buffers and packed weights."""
+
+    def __init__(self, kernel: Kernel, c: Config, weights: Weights) -> None:
+        self.kernel, self.c, self.weights = kernel, c, weights
+        self.buffers = Buffers.of(c)
+        self.packs: dict[int, tuple[torch.Tensor, ...]] = {}
+        n = self.buffers.bytes * COPIES // 2
+        self.act = torch.zeros(n, dtype=torch.bfloat16, device="cuda")
+        self.logits = torch.zeros(c.rows, c.shape.vocab, device="cuda")
+        self.counter = torch.zeros(32, dtype=torch.int32, device="cuda")
+        phases = 4 * c.shape.layers + 1
+        self.times = torch.zeros(c.ctas * phases * 4, dtype=torch.int64, device="cuda")
+
+    def pack(self, layers: int) -> tuple[torch.Tensor, ...]:
+        if layers not in self.packs:
+            self.packs[layers] = packed(self.weights, self.c, layers)
+        return self.packs[layers]
+
+    def launch(self, x: torch.Tensor, layers: int, steps: int) -> float:
+        """x: [rows, hidden] bf16. Returns us of the whole launch, by events."""
+        c = self.c
+        stream, offsets, plan = self.pack(layers)
+        full = torch.zeros(c.tile_rows, c.shape.hidden, dtype=torch.bfloat16, device="cuda")
+        full[: x.shape[0]] = x
+        x0 = pack.to_fragments(full, c).contiguous()
+        r0 = full.float().reshape(c.tile_rows, -1, 8).transpose(0, 1).contiguous()
+        self.act.view(torch.int16).fill_(-1)  # EMPTY, and a NaN: stale reads show
+        self.logits.fill_(float("nan"))
+        self.counter.zero_()
+        self.last = (layers * steps - 1) % COPIES
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        tensors = (stream, offsets, plan, x0, r0, self.act, self.logits, self.counter, self.times)
+        torch.cuda.synchronize()
+        start.record()
+        self.kernel.launch(
+            [t.data_ptr() for t in tensors] + [layers, steps],
+            "q" * 9 + "ii",
+            torch.cuda.current_stream().cuda_stream,
+        )
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """What the last layer and the head left, fp32 [rows, columns], by phase."""
+        b, size, rows = self.buffers, self.buffers.bytes // 2, self.c.rows
+        copy = self.act[self.last * size : (self.last + 1) * size]
+        edges = [v // 2 for v in (b.q, b.y, b.h, b.x, b.bytes)]
+        out = {}
+        for i, name in enumerate(LAYER_KINDS):
+            flat = copy[edges[i] : edges[i + 1]]
+            out[name] = pack.from_fragments(flat, self.c)[:rows].float()
+        out["lm"] = self.logits.clone()
+        return out
+
+    def check(self) -> dict[str, Any]:
+        """Relative L2 error per phase for 1 and all layers, and three bit-equalities."""
+        c, w = self.c, self.weights
+        rows, full = c.rows, c.shape.layers
+        x, report = w.x[:rows], {}
+        for layers in sorted({1, full}):
+            self.launch(x, layers, 1)
+            want, got = reference(w, layers, rows), self.outputs()
+            errors = {}
+            for name in got:
+                a, b = got[name][:, : want[name].shape[1]], want[name]
+                errors[name] = float((a - b).norm() / b.norm())
+            report[f"relative L2, {layers} layers"] = errors
+        first = got["lm"]
+        self.launch(x, full, 3)
+        report["repeat equal"] = torch.equal(first, self.outputs()["lm"])
+        gen = torch.Generator("cuda").manual_seed(rows)
+        order = torch.randperm(rows, generator=gen, device="cuda")
+        self.launch(x[order], full, 1)
+        report["permuted rows equal"] = torch.equal(first[order], self.outputs()["lm"])
+        alone = torch.zeros_like(x)
+        alone[0] = x[0]
+        self.launch(alone, full, 1)
+        report["row 0 alone equal"] = torch.equal(first[0], self.outputs()["lm"][0])
+        worst = max(e for k, v in report.items() if k.startswith("rel") for e in v.values())
+        report["ok"] = bool(
+            worst < 2e-2
+            and report["repeat equal"]
+            and report["permuted rows equal"]
+            and report["row 0 alone equal"]
+        )
+        return report
+
+    def step_us(self, few: int = 5, many: int = 45) -> float:
+        """One step, from two launches of different length: launch and first-step costs cancel."""
+        x, full = self.weights.x[: self.c.rows], self.c.shape.layers
+        return (self.launch(x, full, many) - self.launch(x, full, few)) / (many - few)
+
+    def skew(self) -> dict[str, list[float]]:
+        """us from a phase's first arrival; [first, mean, last CTA] of: activations complete, own
+        work done, phase done; only with `timing`."""
+        c, full = self.c, self.c.shape.layers
+        self.launch(self.weights.x[: c.rows], full, 3)
+        t = self.times.view(c.ctas, 4 * full + 1, 4).cpu().double() / 1e3
+        out = {}
+        for i, name in enumerate([*LAYER_KINDS, "lm"]):
+            v = t[:, i : 4 * full : 4] if name != "lm" else t[:, -1:]
+            d = v - v[:, :, :1].amin(0, keepdim=True)
+            for j, what in enumerate(("complete", "work", "done"), 1):
+                x = d[..., j]
+                three = (x.amin(0).mean(), x.mean(), x.amax(0).mean())
+                out[f"{name} {what}"] = [round(float(f), 2) for f in three]
+        return out
+
+    def free(self) -> None:
+        self.packs.clear()
+        gc.collect()
