@@ -128,6 +128,7 @@ def _kernel(module, rows, element):
     function.linkage = "linkonce_odr"
     function.attributes.add("noinline")
     function.attributes.add("nounwind")
+    function.attributes.add("optsize")  # unrolled further by LLVM, eight rows would spill
     x, x_stride, w, w_k, w_tile, out, out_stride, depth, keep, ahead, ahead_step = function.args
     builder = ir.IRBuilder(function.append_basic_block("entry"))
 
