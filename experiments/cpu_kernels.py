@@ -185,9 +185,7 @@ class Machine:
         seconds = on_threads(self.workers, lambda w: _spin_fma(self.values, rounds))
         flops = self.workers * rounds * _CHAINS * 32 / seconds / 1e9
         seconds = min(
-            on_threads(
-                self.workers, lambda w: _read_slice(self.values, w * share, share // 16)
-            )
+            on_threads(self.workers, lambda w: _read_slice(self.values, w * share, share // 16))
             for _ in range(3)
         )
         read = self.workers * share * 4 / seconds / 1e9
@@ -268,6 +266,7 @@ class Bench:
 
 def provenance() -> dict[str, Any]:
     """Where and from what a result comes."""
+
     def git(*words: str) -> str:
         return subprocess.run(
             ["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent

@@ -1,0 +1,148 @@
+"""Whole steps of the CPU device: accuracy, chunking, neighbours, workers, weights' precision."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from cpu_step import LAYER_PHASES, TINY, Segment, Step, random_tensors, reference
+
+from cute_kernels.cpu.pack import round_bfloat16
+
+LENGTH = 330
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, TINY.vocab, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tokens: np.ndarray) -> np.ndarray:
+    """Logits `[LENGTH, vocab]` of plain decoding, a row at a time."""
+    step = Step()
+    return np.concatenate([step.run([Segment(0, i, [t])]) for i, t in enumerate(tokens)])
+
+
+def test_accuracy(tokens: np.ndarray, one_by_one: np.ndarray) -> None:
+    tensors = random_tensors(TINY)
+    exact = reference(TINY, tensors, tokens, np.float64)
+    plain = reference(TINY, tensors, tokens, np.float32)
+    assert np.abs(exact).max() > 1
+    assert np.abs(one_by_one - exact).max() <= 2 * np.abs(plain - exact).max()
+
+
+def test_other_shapes() -> None:
+    sizes = ("heads", "kv_heads", "head_dim", "hidden", "ffn", "vocab", "tied_embeddings")
+    for shape in ((4, 4, 64, 64, 16, 31, True), (8, 1, 32, 160, 48, 65, False)):
+        config = dataclasses.replace(TINY, **dict(zip(sizes, shape)))
+        tensors = random_tensors(config)
+        tokens = np.random.default_rng(1).integers(0, config.vocab, 150)
+        step = Step(config, tensors, workers=3)
+        got = np.concatenate(
+            [step.run([Segment(2, 0, tokens[:100])]), step.run([Segment(2, 100, tokens[100:])])]
+        )
+        exact = reference(config, tensors, tokens, np.float64)
+        plain = reference(config, tensors, tokens, np.float32)
+        assert np.abs(got - exact).max() <= 2 * np.abs(plain - exact).max()
+
+
+@pytest.mark.parametrize("chunk", [2, 7, 16, 17, 64, 100, 256])
+def test_chunks_change_no_bit(tokens: np.ndarray, one_by_one: np.ndarray, chunk: int) -> None:
+    step = Step(seed=chunk)
+    got = [step.run([Segment(3, i, tokens[i : i + chunk])]) for i in range(0, LENGTH, chunk)]
+    np.testing.assert_array_equal(np.concatenate(got), one_by_one)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_neighbours_change_no_bit(
+    tokens: np.ndarray, one_by_one: np.ndarray, threads: bool
+) -> None:
+    step = Step(workers=3)
+    step.run([Segment(0, 0, tokens[:200])])
+    step.run([Segment(2, 0, tokens[:77])])
+    # One decoding slot between a prompt chunk and a small block of another; logits of some rows.
+    segments = [
+        Segment(1, 0, tokens[:180]),
+        Segment(0, 200, tokens[200:201]),
+        Segment(2, 77, tokens[77:82]),
+    ]
+    wanted = [180, 5, 179, 181, 185]
+    got = step.run(segments, wanted, threads)
+    rows = [200, 5, 179, 77, 81]
+    np.testing.assert_array_equal(got, one_by_one[rows])
+    np.testing.assert_array_equal(step.acts.token[:5], one_by_one[rows].argmax(1))
+
+
+def test_bf16_weights_compute_what_their_rounded_values_say(tokens: np.ndarray) -> None:
+    tensors = random_tensors(TINY)
+    rounded = {
+        name: value
+        if name.endswith("norm")
+        else (round_bfloat16(value).astype(np.uint32) << 16).view(np.float32)
+        for name, value in tensors.items()
+    }
+    half, full = Step(TINY, tensors, dtype="bf16"), Step(TINY, rounded)
+    for first, end in ((0, 90), (90, 91), (91, 100)):
+        segment = [Segment(0, first, tokens[first:end])]
+        np.testing.assert_array_equal(half.run(segment), full.run(segment))
+
+
+def test_a_step_without_head_rows_only_fills_the_cache(
+    tokens: np.ndarray, one_by_one: np.ndarray
+) -> None:
+    step = Step()
+    assert step.run([Segment(0, 0, tokens[:64])], []).shape == (0, TINY.vocab)
+    np.testing.assert_array_equal(step.run([Segment(0, 64, tokens[64:65])])[0], one_by_one[64])
+
+
+def test_padding_and_other_pages_stay_untouched(tokens: np.ndarray) -> None:
+    step = Step()
+    step.run([Segment(1, 0, tokens[:70])])
+    own = step.batch.pages[1, :2]
+    others = np.setdiff1d(np.arange(step.kv.v.shape[1]), own)
+    assert np.isnan(step.kv.v[:, others]).all()
+    assert np.isnan(step.kv.k[:, others]).all()
+    assert np.isnan(step.kv.v[:, own[1], :, 6:]).all()
+    assert not np.isnan(step.kv.v[:, own[0]]).any()
+    assert np.isnan(step.acts.x[:, TINY.hidden :]).all()
+    assert np.isnan(step.acts.x[70:]).all()
+    assert (step.acts.logits[:70, TINY.vocab :] == 0).all()
+
+
+def test_each_phase_runs_with_more_workers_than_work(tokens: np.ndarray) -> None:
+    few, many = Step(workers=1), Step(workers=16)
+    for step in (few, many):
+        step.load([Segment(0, 0, tokens[:1])])
+        step.phase("embed")
+        for name in LAYER_PHASES:
+            step.phase(name, 1)
+        step.phase("head")
+        step.phase("select")
+    np.testing.assert_array_equal(few.acts.logits[0], many.acts.logits[0])
+    assert few.acts.token[0] == many.acts.token[0]
+
+
+def test_select(one_by_one: np.ndarray) -> None:
+    step = Step()
+    step.load([Segment(0, 0, [1, 2, 3, 4, 5, 6])])
+    logits = step.acts.logits
+    logits[:6] = np.nan  # beyond the vocabulary stays NaN: never looked at
+    logits[:6, : TINY.vocab] = one_by_one[:6]
+    logits[1, 3] = np.nan
+    logits[2, TINY.vocab - 1] = np.inf
+    logits[3, :] = -np.inf
+    logits[3, 9] = -3
+    logits[4, 7] = logits[4, 100] = 50
+    step.phase("select")
+    row = one_by_one[0].astype(np.float64)
+    expected = row.max() - np.log(np.exp(row - row.max()).sum()) - row.max()
+    assert step.acts.token[0] == row.argmax()
+    assert step.acts.logprob[0] == pytest.approx(expected, rel=1e-6)
+    assert (step.acts.token[1:3] == -1).all()
+    assert np.isnan(step.acts.logprob[1:3]).all()
+    assert step.acts.token[3] == 9
+    assert step.acts.logprob[3] == 0
+    assert step.acts.token[4] == 7
+    assert step.acts.logprob[4] == pytest.approx(-np.log(2), rel=1e-6)
