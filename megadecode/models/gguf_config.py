@@ -54,7 +54,7 @@ def read_config(header: GgufHeader) -> ModelConfig:
             f"{header.path}: tensor 'token_embd.weight' has {vocab} rows, "
             f"but {architecture}.vocab_size is {claimed}"
         )
-    stops = (_token_id(header, name) for name in ("eos", "eot", "eom"))
+    bos, *stops = (_token_id(header, name) for name in ("bos", "eos", "eot", "eom"))
     shape = {
         "layers": layers,
         "hidden": hidden,
@@ -72,7 +72,7 @@ def read_config(header: GgufHeader) -> ModelConfig:
             name=str(header.metadata.get("general.name") or header.path.stem),
             vocab=vocab,
             tied_embeddings="output.weight" not in header.tensors,
-            bos_id=_token_id(header, "bos"),
+            bos_id=bos,
             stop_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
             **shape,
         )
