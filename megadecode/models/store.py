@@ -87,7 +87,7 @@ def resolve(
     path = Path(model).expanduser()
     if path.is_file():
         return path
-    if path.is_dir():
+    if model != "" and path.is_dir():
         raise ModelError(f"{path} is a folder; give the path of a GGUF file")
     if not isinstance(model, str) or os.sep in model or path.suffix.lower() == ".gguf":
         raise ModelError(f"{path}: there is no such file")
