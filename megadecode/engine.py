@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -153,7 +153,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         if isinstance(prompt, str):
             if not prompt:
-                raise PromptError("the prompt is empty; give at least one character")
+                self._refuse_empty()
             tokenizer = self._need_tokenizer()
             if chat:
                 ids = tokenizer.chat([{"role": "user", "content": prompt}])
@@ -162,12 +162,14 @@ class Engine(AbstractContextManager["Engine"]):
             if not ids:
                 raise PromptError("no token of the vocabulary stands for any byte of the prompt")
             return np.array(ids, np.int32)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):
+        if isinstance(prompt, np.ndarray) and prompt.ndim:
+            return self._token_ids(prompt) if len(prompt) else self._refuse_empty()
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise PromptError(
                 f"a prompt is text, chat messages or token ids, not {type(prompt).__name__}"
             )
         if len(prompt) == 0:
-            raise PromptError("the prompt is empty; give at least one token or message")
+            self._refuse_empty()
         if isinstance(prompt[0], Mapping):
             return np.array(self._need_tokenizer().chat(prompt), np.int32)  # type: ignore[arg-type]
         return self._token_ids(prompt)
@@ -259,6 +261,9 @@ class Engine(AbstractContextManager["Engine"]):
 
     # -- inside -----------------------------------------------------------------------------------
 
+    def _refuse_empty(self) -> NoReturn:
+        raise PromptError("the prompt is empty; give at least one character, token or message")
+
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise PromptError(
@@ -274,19 +279,25 @@ class Engine(AbstractContextManager["Engine"]):
         return TextStream(self.tokenizer)
 
     def _token_ids(self, prompt: Sequence[Any] | np.ndarray) -> np.ndarray:
-        array = np.asarray(prompt)
-        if array.ndim != 1 or array.dtype.kind not in "iu":
+        if not isinstance(prompt, np.ndarray):
+            for at, token in enumerate(prompt):
+                if isinstance(token, bool | np.bool_) or not hasattr(token, "__index__"):
+                    raise PromptError(
+                        f"token ids must be integers; position {at} holds {token!r:.80}"
+                    )
+            prompt = np.array([operator.index(token) for token in prompt], object)
+        elif prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             raise PromptError(
-                f"token ids must be integers in one sequence; got {array.dtype} of shape "
-                f"{array.shape}"
+                f"token ids must be integers in one dimension; the array is {prompt.dtype} of "
+                f"shape {prompt.shape}"
             )
-        wrong = np.flatnonzero((array < 0) | (array >= self.config.vocab))
+        wrong = np.flatnonzero((prompt < 0) | (prompt >= self.config.vocab))
         if wrong.size:
             raise PromptError(
-                f"token id {array[wrong[0]]} at position {wrong[0]} is outside the vocabulary of "
+                f"token id {prompt[wrong[0]]} at position {wrong[0]} is outside the vocabulary of "
                 f"{self.config.vocab} tokens"
             )
-        return np.ascontiguousarray(array, np.int32)
+        return np.ascontiguousarray(prompt, np.int32)
 
     def _check_fits(self, prompt_tokens: int, max_new_tokens: int) -> None:
         if prompt_tokens + 1 > self.ctx:

@@ -145,7 +145,7 @@ class Request:
             decode_s = (self._last_ns - self._first_ns) / 1e9
             error = None
             if reason == FinishReason.ERROR:
-                error = f"the target's logits hold NaN or +inf after position {position}"
+                error = f"the target's logits hold NaN or +inf at position {position}"
             if new_tokens != len(self._ids):
                 error = f"the device emitted {new_tokens} tokens, {len(self._ids)} arrived"
                 reason = FinishReason.ERROR

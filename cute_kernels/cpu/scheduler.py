@@ -209,7 +209,7 @@ def _commit_token(wire, sched, batch, s, token, logprob):
     slot = sched.slot[s]
     slot.steps += 1
     if token < 0:
-        _finish(wire, sched, batch, s, _ERROR, slot.kv_tokens)
+        _finish(wire, sched, batch, s, _ERROR, slot.kv_tokens - 1)
         return
     sched.tokens[s, slot.prompt_tokens + slot.new_tokens] = token
     slot.new_tokens += 1

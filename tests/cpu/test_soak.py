@@ -1,0 +1,229 @@
+"""Nothing lost: thousands of requests, races of park and submit, and a host that stands still."""
+
+import ctypes
+import random
+import threading
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_engine import check_all_returned
+from tiny_model import CONFIG, greedy, prompt, tiny_engine
+
+from host.wire import Activity, Word
+from megadecode import ParameterError, PromptError, SamplingParams
+
+REQUESTS = 2000
+TEXTS = 40
+LONGEST = 60
+
+
+def hold_interpreter(seconds):
+    """Keep the interpreter lock: no Python thread runs meanwhile."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def test_two_thousand_requests_end_exactly_once_with_exactly_their_tokens():
+    rng = random.Random(1)
+    with tiny_engine(
+        slots=16, completion_entries=128, request_entries=16, max_inflight=256, pool_bytes=65536,
+        kv_tokens=1500,
+    ) as engine:  # fmt: skip
+        lengths = [1 + 5 * i for i in range(TEXTS)]
+        alone = {n: greedy(engine, prompt(n), LONGEST)[0] for n in lengths}
+        start = [int(engine._parts.wire.control[w]) for w in (Word.COMPLETION_HEAD, Word.REQUEST_HEAD)]
+        ended: dict[int, int] = {}
+        submitted = []
+        readers = []
+
+        def read_slowly(request):
+            seen = []
+            for chunk in request:
+                seen += chunk.token_ids
+                time.sleep(0.002)
+            assert seen == request.result(0).token_ids
+
+        def count_ends(request):
+            original = request.on_end
+
+            def on_end(*details):
+                ended[request.request_id] = ended.get(request.request_id, 0) + 1
+                original(*details)
+
+            request.on_end = on_end
+
+        errors = []
+        threading.excepthook, before = (lambda args: errors.append(args)), threading.excepthook
+        try:
+            for i in range(REQUESTS):
+                length, new = rng.choice(lengths), rng.randrange(LONGEST + 1)
+                request = engine.submit(
+                    prompt(length), SamplingParams(max_new_tokens=new, ignore_eos=True), timeout=60
+                )
+                count_ends(request)
+                submitted.append((request, length, new))
+                if rng.random() < 0.15:
+                    rng.choice(submitted[-100:])[0].abort()
+                if rng.random() < 0.03:
+                    readers.append(threading.Thread(target=read_slowly, args=(request,)))
+                    readers[-1].start()
+                if i == REQUESTS // 2:
+                    _stand_still(engine)
+            outcomes = [(r.result(60), length, new) for r, length, new in submitted]
+            for reader in readers:
+                reader.join(30)
+        finally:
+            threading.excepthook = before
+        assert not errors, errors
+        aborted = 0
+        for result, length, new in outcomes:
+            assert result.token_ids == alone[length][: len(result.token_ids)]
+            assert result.error is None
+            aborted += result.finish_reason == "abort"
+            if result.finish_reason == "length":
+                assert len(result.token_ids) == new
+        assert 20 < aborted < REQUESTS / 2
+        assert set(ended.values()) == {1}
+        check_all_returned(engine)
+        end = [int(engine._parts.wire.control[w]) for w in (Word.COMPLETION_HEAD, Word.REQUEST_HEAD)]
+        assert end[0] - start[0] > 100 * 128
+        assert end[1] - start[1] > 100 * 16
+
+
+def _stand_still(engine):
+    """The loop goes on without Python until the completion ring has no room for another step."""
+    pauses, steps = engine.stats().pauses, engine.stats().steps
+    hold_interpreter(2)
+    assert engine.stats().pauses > pauses
+    assert engine.stats().steps > steps
+
+
+def test_a_paused_loop_still_hears_an_abort_and_a_park():
+    """With nobody taking completions, control is read all the same."""
+    with tiny_engine(completion_entries=32) as engine:
+        greedy(engine, prompt(4), 2)
+        with engine._link._lock:  # the poller cannot hand anything out
+            request = engine.submit(
+                prompt(4), SamplingParams(max_new_tokens=400, ignore_eos=True), timeout=5
+            )
+            end = time.monotonic() + 5
+            while engine.stats().pauses == 0 and time.monotonic() < end:
+                hold_interpreter(0.01)
+            assert engine.stats().pauses > 0
+            assert engine._parts.wire.control[Word.ACTIVITY] == Activity.PAUSED
+            beat = engine._parts.wire.control[Word.HEARTBEAT]
+            request.abort()
+            hold_interpreter(0.05)
+            assert engine._parts.wire.control[Word.HEARTBEAT] > beat
+            assert engine._parts.wire.control[Word.ABORT_HEAD] == 1
+        assert request.result(10).finish_reason == "abort"
+        check_all_returned(engine)
+
+
+@pytest.mark.parametrize("races", [10_000])
+def test_park_and_submit_races(races):
+    """The loop parks the moment it is idle, again and again, while requests come at any moment."""
+    rng = random.Random(2)
+    with tiny_engine(park_after_s=0.0, slots=2) as engine:
+        want = {n: greedy(engine, prompt(n), 2)[0] for n in (1, 2, 3)}
+        launches = engine.stats().launches
+        control = engine._parts.wire.control
+        for i in range(races):
+            if i % 5 == 0:
+                n = rng.choice((1, 2, 3))
+                assert greedy(engine, prompt(n), 2)[0] == want[n]
+            else:
+                assert engine.ping() < 5
+            for _ in range(rng.randrange(40)):
+                control[Word.STATE]  # a short wait of random length
+        assert engine.stats().launches - launches > races / 20
+        check_all_returned(engine)
+
+
+def test_forced_parks_race_with_submits():
+    with tiny_engine(park_after_s=-1, slots=2) as engine:
+        want = greedy(engine, prompt(3), 20)[0]
+        stop = threading.Event()
+
+        def park_often():
+            while not stop.is_set():
+                with engine.parked():
+                    time.sleep(0.0002)
+                time.sleep(0.002)  # with two who take turns without a break nobody would run
+
+        threads = [threading.Thread(target=park_often) for _ in range(2)]
+        [t.start() for t in threads]
+        try:
+            for _ in range(300):
+                assert greedy(engine, prompt(3), 20)[0] == want
+        finally:
+            stop.set()
+            [t.join() for t in threads]
+        check_all_returned(engine)
+
+
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3),
+    st.lists(st.integers(-5, 400), max_size=3),
+)  # fmt: skip
+TOKENS = st.lists(st.integers(0, CONFIG.vocab - 1), min_size=1, max_size=70)
+PARAMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_new_tokens": st.one_of(st.integers(0, 12), ANYTHING),
+        "temperature": st.one_of(st.just(0.0), st.just(0), ANYTHING),
+        "stop_token_ids": st.one_of(st.lists(st.integers(0, 199), max_size=40), ANYTHING),
+        "ignore_eos": st.one_of(st.booleans(), ANYTHING),
+        "top_k": ANYTHING,
+    },
+)
+PROMPTS = st.one_of(
+    TOKENS, TOKENS, st.lists(st.integers(-3, 203), max_size=6), st.lists(ANYTHING, max_size=3),
+    ANYTHING, st.lists(st.dictionaries(st.text(max_size=3), ANYTHING, max_size=2), max_size=2),
+    st.integers(500, 530).map(prompt),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with tiny_engine(slots=3, park_after_s=0.05) as engine:
+        yield engine, greedy(engine, prompt(11), 12)[0]
+
+
+def _any_parameters(shared, ids, values):
+    """Refused with a message, or served to the end; the engine stays as it was either way."""
+    engine, want = shared
+    neighbour = engine.submit(prompt(11), SamplingParams(max_new_tokens=12, ignore_eos=True))
+    try:
+        request = engine.submit(ids, SamplingParams.of(values))
+    except (ParameterError, PromptError) as error:
+        assert len(str(error)) > 15
+    else:
+        if request.prompt_tokens + values.get("max_new_tokens", 256) > 100:
+            request.abort()
+        result = request.result(20)
+        assert result.finish_reason in ("stop", "length", "abort")
+        assert len(result.token_ids) <= values.get("max_new_tokens", 256)
+    assert neighbour.result(20).token_ids == want
+
+
+QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=QUIET)
+@given(ids=PROMPTS, values=PARAMS)
+def test_any_parameters_are_refused_or_served(shared, ids, values):
+    _any_parameters(shared, ids, values)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=10_000, deadline=None, suppress_health_check=QUIET)
+@given(ids=PROMPTS, values=PARAMS)
+def test_ten_thousand_parameter_sets(shared, ids, values):
+    _any_parameters(shared, ids, values)
+
+
+def test_after_all_of_it_nothing_is_missing(shared):
+    check_all_returned(shared[0])
