@@ -123,3 +123,11 @@ def build_step(config, cache: pathlib.Path) -> Artefact:
 
     plain = dataclasses.asdict(config)
     return build(f"step {sorted(plain.items())}", lambda: make_step(config), config.arch, cache)
+
+
+def build_phase(config, blocks_per_sm: int, cache: pathlib.Path) -> Artefact:
+    """One phase of the step (config.phase) as a kernel of its own."""
+    from cute_kernels.gpu.phase import make_phase
+
+    what = f"phase {blocks_per_sm} {sorted(dataclasses.asdict(config).items())}"
+    return build(what, lambda: make_phase(config, blocks_per_sm), config.arch, cache)

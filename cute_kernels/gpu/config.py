@@ -89,21 +89,24 @@ class Config:
     """Everything that changes the machine code of one step kernel. Bad choices raise ValueError.
 
     warps: consumer warps, `row_warps` of them side by side over the rows, the others over K.
-    split / down_split: CTAs that share the K of a tile, in all other matrices / in `down`.
+    split / down_split: CTAs that share the K of a tile, in all other matrices / in `down`; they
+    form a team. exchange: how a team adds its partial sums, "cluster" (DSMEM; a team is a cluster)
+    or "global" (words as flags in device memory; `down` only).
     passes: slabs of `down` per CTA. inflight, hungry: see ring.py. probe: poll one vector per lane
     before asking for all. attention: 0 leaves it out (a GEMM skeleton), else tree attention.
     """
 
     shape: Shape
     rows: int = 16
-    ctas: int = 128
+    ctas: int = 132
     warps: int = 8
     row_warps: int = 1
     split: int = 1
     down_split: int = 4
+    exchange: str = "global"
     passes: int = 1
     stage_bytes: int = 16384
-    stages: int = 12
+    stages: int = 13
     inflight: int = 2
     hungry: int = 4
     probe: bool = True
@@ -144,14 +147,20 @@ class Config:
                 self._check(copies <= unit // 512, "stage_bytes", f"fit for units of {unit} bytes")
             gemms.append(Gemm(name, cols, k, split, passes, copies))
         object.__setattr__(self, "gemms", tuple(gemms))
-        self._check(self.ctas % self.cluster == 0, "ctas", f"a multiple of {self.cluster}")
+        self._check(self.ctas % self.team == 0, "ctas", f"a multiple of {self.team}")
         self._check(self.split in (1, self.down_split), "split", f"1 or {self.down_split}")
-        if self.cluster > 1:
-            one_group = max(self.group_tiles_in("down")) <= self.group
+        self._check(self.exchange in ("cluster", "global"), "exchange", "'cluster' or 'global'")
+        self._check(
+            self.split == 1 or self.exchange == "cluster", "split", "1 with a global exchange"
+        )
+        self._check(self.split == 1 or not self.half, "split", "1 for 8 rows")
+        if self.team > 1:
+            most = self.group if self.exchange == "cluster" else self.team
+            one_group = max(self.team_tiles("down")) <= most
             self._check(
-                self.group % self.cluster == 0 or (one_group and self.split == 1),
+                self.group % self.team == 0 or (one_group and self.split == 1),
                 "warps",
-                f"2 x a multiple of the cluster's {self.cluster} CTAs",
+                f"2 x a multiple of the team's {self.team} CTAs",
             )
         total = sum(self.smem_plan().values())
         limit = SMEM_LIMIT[self.arch]
@@ -170,8 +179,14 @@ class Config:
 
     # -- derived sizes
     @property
-    def cluster(self) -> int:
+    def team(self) -> int:
+        """CTAs that share the K of `down`: neighbours, CTA r of a team finishes every team-th tile."""
         return max(self.split, self.down_split)
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a launched cluster."""
+        return self.team if self.exchange == "cluster" else 1
 
     @property
     def half(self) -> bool:
@@ -202,16 +217,17 @@ class Config:
 
     @property
     def block(self) -> int:
-        """Consumers, the producer and the janitor; setmaxnreg wants whole warpgroups."""
-        warps = self.warps + 2
+        """Consumers, the producer and the janitor (a phase alone has nothing to clear); setmaxnreg
+        wants whole warpgroups."""
+        warps = self.warps + (1 if self.phase else 2)
         return (-(-warps // 4) * 4 if self.setmaxnreg else warps) * 32
 
     def gemm(self, name: str) -> Gemm:
         return self.gemms[KINDS.index(name)]
 
-    def group_tiles_in(self, name: str) -> np.ndarray:
-        """Tiles of each cluster in a matrix whose tiles belong to clusters."""
-        tiles, clusters = self.gemm(name).tiles, self.ctas // self.cluster
+    def team_tiles(self, name: str) -> np.ndarray:
+        """Tiles of each team in a matrix whose tiles belong to teams."""
+        tiles, clusters = self.gemm(name).tiles, self.ctas // self.team
         size = np.full(clusters, tiles // clusters)
         extra = tiles % clusters
         size[np.arange(extra) * clusters // max(extra, 1)] += 1
@@ -220,15 +236,15 @@ class Config:
     @property
     def own_tiles(self) -> int:
         """Most residual tiles (8 columns) that one CTA keeps."""
-        return int(-(-self.group_tiles_in("down").max() // self.cluster))
+        return int(-(-self.team_tiles("down").max() // self.team))
 
     @property
     def inbox_tiles(self) -> int:
-        return -(-self.group // self.cluster)
+        return -(-self.group // self.team)
 
     @property
     def acc_groups(self) -> int:
-        return -(-int(self.group_tiles_in("down").max()) // self.group) if self.passes > 1 else 0
+        return -(-int(self.team_tiles("down").max()) // self.group) if self.passes > 1 else 0
 
     def smem_plan(self) -> dict[str, int]:
         """Bytes of dynamic shared memory by use, in order."""
@@ -236,12 +252,14 @@ class Config:
         plan = {
             "ring": self.stages * self.stage_bytes,
             "partial sums": self.red_buffers * self.group * self.k_warps * tile,
-            "row squares": 2 * self.k_warps * self.tile_rows * 4,
+            "row squares": self.red_buffers * self.k_warps * self.tile_rows * 4,
             "residual": self.own_tiles * tile,
             "barriers": (2 * self.stages + 2 + 8) * 8,
         }
         if self.cluster > 1:
-            plan["inbox"] = self.inbox_slots * self.inbox_tiles * self.cluster * tile
+            plan["inbox"] = self.inbox_slots * self.inbox_tiles * self.team * tile
+        elif self.team > 1:
+            plan["own parts"] = self.own_tiles * tile
         if self.split > 1:
             plan["squares inbox"] = 2 * self.split * self.k_warps * self.tile_rows * 4
             plan["row factors"] = self.tile_rows * 4
@@ -273,12 +291,14 @@ ATTENTION_BYTES = 0
 # -- activation buffers ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Buffers:
-    """Byte offsets of one copy of the activation buffers (bf16, A fragment order) in `act`."""
+    """Byte offsets of one copy of the activation buffers in `act`: q, y, h, x (bf16, A fragment
+    order) and the partial sums of `down` (fp32 [tiles, team, row tiles, 128] as pairs)."""
 
     q: int
     y: int
     h: int
     x: int
+    parts: int
     bytes: int
 
     @classmethod
@@ -287,34 +307,35 @@ class Buffers:
         at, sizes = [0], (s.qkv, s.hidden, s.ffn, s.hidden)
         for cols in sizes:
             at.append(at[-1] + -(-cols // CHUNK) * c.chunk_bytes)
-        return cls(*at[:4], bytes=at[4])
+        parts = c.gemm("down").tiles * c.team * c.m_tiles * 512 if c.exchange == "global" else 0
+        return cls(*at, bytes=at[4] + parts)
 
 
 # -- tile assignment ---------------------------------------------------------------------------
 def tile_stride(c: Config, name: str) -> int:
     """Distance of a CTA's consecutive tiles: `o` follows the ownership of `down`, so that the
     residual of a column never leaves its CTA."""
-    return c.cluster if name == "o" and c.split == 1 else 1
+    return c.team if name == "o" and c.split == 1 else 1
 
 
 def make_plan(c: Config, layers: int) -> np.ndarray:
     """plan[cta, phase] = (first tile, tiles, copies, bytes a copy), int32.
 
-    Phases are 4 per layer and the head. Tiles of a split matrix belong to a cluster; CTA r of a
-    cluster finishes tiles r, r + cluster, ... of its `down`, and `o` follows. Elsewhere tiles are
+    Phases are 4 per layer and the head. Tiles of a split matrix belong to a team; CTA r of a
+    team finishes tiles r, r + team, ... of its `down`, and `o` follows. Elsewhere tiles are
     consecutive, and a remainder goes to those with the shortest streams so far.
     """
     plan = np.zeros((c.ctas, 4 * layers + 1, 4), np.int32)
     load = np.zeros(c.ctas)
-    rank, team = np.arange(c.ctas) % c.cluster, np.arange(c.ctas) // c.cluster
-    owned = c.group_tiles_in("down")
+    rank, team = np.arange(c.ctas) % c.team, np.arange(c.ctas) // c.team
+    owned = c.team_tiles("down")
     owned_first = np.cumsum(owned) - owned
     for p, name in enumerate([*LAYER_KINDS] * layers + ["lm"]):
         g = c.gemm(name)
         if name in ("o", "down"):
             first, n = owned_first[team], owned[team]
             if g.split == 1:
-                first, n = first + rank, (n - rank + c.cluster - 1) // c.cluster
+                first, n = first + rank, (n - rank + c.team - 1) // c.team
         else:
             width = g.split
             units = load.reshape(-1, width)[:, 0]

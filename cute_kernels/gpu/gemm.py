@@ -13,6 +13,9 @@ adds the parts in rank order. Inbox slots need no credit: with the exchange in l
 sends into slot i % slots knows that its receiver has read what was there. It has finished group
 i - 1 - `defer` itself, for which the receiver sent after finishing group i - 2 - 2 `defer`; so 2
 slots are enough without deferral, and 4 where groups are finished one later (`defer` = 1).
+
+Where teams are not clusters (the device may not hold enough of them: GPCs of 16 and 18 SMs give 30
+clusters of 4 on an H200), the sums of `down` travel as words in device memory instead.
 """
 
 import cutlass
@@ -141,8 +144,8 @@ def row_squares(k, g, slab):
 
 
 def squares_at(k, g, warp, row):
-    """Shared offset of one warp's sum for one row; two copies, by turns."""
-    turn = 1 if g.name == "gu" else 0
+    """Shared offset of one warp's sum for one row; as many copies as of the partial sums."""
+    turn = 1 if g.name == "gu" and k.c.red_buffers > 1 else 0
     return ((turn * k.c.k_warps + warp) * k.c.tile_rows + row) * 4
 
 
@@ -289,7 +292,7 @@ def epilogue(
 def inbox_at(k, slot, j, q):
     """Inbox place of CTA q's sums for this CTA's tile among tiles j of a group."""
     c = k.c
-    return k.inbox + ((slot * c.inbox_tiles + j // c.cluster) * c.cluster + q) * (
+    return k.inbox + ((slot * c.inbox_tiles + j // c.team) * c.team + q) * (
         c.m_tiles * 512
     )
 
@@ -305,6 +308,7 @@ def reduce_group(
     turn: Int32,
     slab_pass: Int32,
     dst: Int64,
+    parts: Int64,
 ):
     """Thread (tile j, pair) adds the warps' partial sums of its two columns, in warp order."""
     c = k.c
@@ -312,7 +316,7 @@ def reduce_group(
     red = k.red + which * (c.group * tile_bytes)
     slot = turn & (c.inbox_slots - 1)
     owner = (done + k.j) & (g.split - 1)
-    if cutlass.const_expr(g.split > 1):
+    if cutlass.const_expr(g.split > 1 and c.cluster > 1):
         if k.tid == 0:
             if slab_pass == g.passes - 1:
                 own_tiles = (left - k.rank + g.split - 1) // g.split
@@ -321,10 +325,10 @@ def reduce_group(
     if k.j < left:
         for m in cutlass.range_constexpr(c.m_tiles):
             at = red + (k.j * c.m_tiles + m) * (c.k_warps * 512) + k.pair
-            parts = [sync.lds_pair(at + w * 512) for w in range(c.k_warps)]
-            v0, v1 = parts[0]
+            pairs = [sync.lds_pair(at + w * 512) for w in range(c.k_warps)]
+            v0, v1 = pairs[0]
             for w in cutlass.range_constexpr(1, c.k_warps):
-                v0, v1 = v0 + parts[w][0], v1 + parts[w][1]
+                v0, v1 = v0 + pairs[w][0], v1 + pairs[w][1]
             if cutlass.const_expr(g.passes > 1):
                 acc = k.pass_sums + ((done // c.group) * c.group + k.j) * (c.m_tiles * 512)
                 acc = acc + m * 512 + k.pair
@@ -336,13 +340,78 @@ def reduce_group(
             if cutlass.const_expr(g.split == 1):
                 tile = tile0 + (done + k.j) * tile_stride(c, g.name)
                 epilogue(k, g, tile, done + k.j, m, v0, v1, dst)
+            elif cutlass.const_expr(c.cluster == 1):
+                if slab_pass == g.passes - 1:
+                    if owner == k.rank:
+                        own = (done + k.j) // g.split
+                        sync.sts_pair(k.own + (own * c.m_tiles + m) * 512 + k.pair, v0, v1)
+                    else:
+                        to = parts + part_at(k, tile0 + done + k.j, k.rank, m)
+                        sync.st_words(to, [sync.as_bits(v0), sync.as_bits(v1)])
             elif slab_pass == g.passes - 1:
-                at = inbox_at(k, slot, k.j, k.rank) + m * 512 + k.pair
+                place = inbox_at(k, slot, k.j, k.rank) + m * 512 + k.pair
                 if owner == k.rank:
-                    sync.sts_pair(at, v0, v1)
+                    sync.sts_pair(place, v0, v1)
                 else:
                     bar = sync.peer_address(k.inbox_bar + slot * 8, owner)
-                    sync.send_pair(sync.peer_address(at, owner), v0, v1, bar)
+                    sync.send_pair(sync.peer_address(place, owner), v0, v1, bar)
+
+
+def part_at(k, tile, q, m):
+    """Byte offset, among a copy's partial sums, of CTA q's pair for a tile."""
+    return Int64((tile * k.c.team + q) * (k.c.m_tiles * 512) + m * 512 + k.pair)
+
+
+def ask_parts(k, g, u, tile0, n, parts):
+    """One round of loads, all in flight together; returns the largest word awaited."""
+    c, awaited = k.c, []
+    for i in range(c.own_tiles):
+        # tiles beyond n: some address of this buffer, not looked at
+        own = i * g.split + k.rank
+        tile = cutlass.min(tile0 + own, g.tiles - 1)
+        for m in range(c.m_tiles):
+            for q in range(g.split):
+                at = 2 * ((i * c.m_tiles + m) * g.split + q)
+                u[at], u[at + 1] = sync.ld_pair_words(parts + part_at(k, tile, q, m))
+                awaited.append((at, (k.rank != q) & (own < n)))
+    return sync.largest(
+        [sync.select(ok, sync.larger(u[at], u[at + 1]), Uint32(0)) for at, ok in awaited]
+    )
+
+
+@cute.jit
+def finish_global(
+    k: cutlass.Constexpr,
+    g: cutlass.Constexpr,
+    tile0: Int32,
+    n: Int32,
+    dst: Int64,
+    parts: Int64,
+):
+    """The owner of a tile adds the parts of its team, in rank order; tile r of a group belongs to
+    the threads of its slot, so that own parts stay in the thread that made them."""
+    c = k.c
+    if k.j == k.rank:
+        u = cute.make_rmem_tensor(
+            cute.make_layout(2 * c.own_tiles * c.m_tiles * g.split), Uint32
+        )
+        worst = ask_parts(k, g, u, tile0, n, parts)
+        tries, since = Int32(0), Int64(0)
+        while worst == Uint32(sync.EMPTY):
+            worst = ask_parts(k, g, u, tile0, n, parts)
+            tries, since = sync.overdue(tries, since)
+        for i in cutlass.range_constexpr(c.own_tiles):
+            if i * g.split + k.rank < n:
+                for m in cutlass.range_constexpr(c.m_tiles):
+                    o0, o1 = sync.lds_pair(k.own + (i * c.m_tiles + m) * 512 + k.pair)
+                    v0, v1 = Float32(0.0), Float32(0.0)
+                    for q in cutlass.range_constexpr(g.split):
+                        at = 2 * ((i * c.m_tiles + m) * g.split + q)
+                        p0, p1 = o0, o1
+                        if k.rank != q:
+                            p0, p1 = sync.as_float(u[at]), sync.as_float(u[at + 1])
+                        v0, v1 = v0 + p0, v1 + p1
+                    epilogue(k, g, tile0 + i * g.split + k.rank, Int32(i), m, v0, v1, dst)
 
 
 @cute.jit
@@ -382,7 +451,7 @@ def plan_entry(k, phase):
 
 def defers(c, g):
     """Finish a group one group later? Where the inbox holds both; see the module's docstring."""
-    few = g.tiles // (c.ctas // g.split) <= 2 * c.group
+    few = -(-g.tiles // (c.ctas // g.split)) <= 2 * c.group
     return c.inbox_slots >= 4 or (c.split == 1 and few)
 
 
@@ -408,6 +477,7 @@ def run_phase(
     phase: Int32,
     src: Int64,
     dst: Int64,
+    parts: Int64,
     layer_count: Int32,
     norm_count: Int32,
     stage: Int32,
@@ -456,8 +526,8 @@ def run_phase(
                     if done == 0:
                         combine_squares(k, g, norm_count & 1)
                         sync.consumer_sync(c.warps * 32)
-                reduce_group(k, g, tile0, done, left, which, turn, slab_pass, dst)
-                if cutlass.const_expr(g.split > 1):
+                reduce_group(k, g, tile0, done, left, which, turn, slab_pass, dst, parts)
+                if cutlass.const_expr(g.split > 1 and c.cluster > 1):
                     if slab_pass == g.passes - 1:
                         if cutlass.const_expr(defers(c, g)):
                             if done > 0:
@@ -472,7 +542,9 @@ def run_phase(
                     which = 1 - which
                 done = done + c.group
         t2 = time_now(k)
-        if cutlass.const_expr(g.split > 1 and defers(c, g)):
+        if cutlass.const_expr(g.split > 1 and c.cluster == 1):
+            finish_global(k, g, tile0, n, dst, parts)
+        elif cutlass.const_expr(g.split > 1 and defers(c, g)):
             last = (n - 1) // c.group * c.group
             finish_group(k, g, tile0, last, n - last, turn - 1, dst)
     if cutlass.const_expr(c.timing):

@@ -43,6 +43,7 @@ class Kernel:
         attribute = cu.CUfunction_attribute
         for name, value in (
             (attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, manifest["smem"]),
+            (attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
             (attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
         ):
             _ok(cu.cuFuncSetAttribute(self._function, name, value), "cuFuncSetAttribute")

@@ -56,7 +56,7 @@ def stream_index(c: Config, layers: int) -> tuple[np.ndarray, np.ndarray]:
         for cta in range(c.ctas):
             first, n = plan[cta, p, :2]
             tiles = first + np.arange(n) * stride
-            part = cta % c.cluster if g.split > 1 else 0
+            part = cta % c.team if g.split > 1 else 0
             unit = (tiles[None, :] * g.split + part) * g.passes + np.arange(g.passes)[:, None]
             at = base + unit.reshape(-1, 1) * per_unit + np.arange(per_unit)
             pieces[cta].append(at.ravel())

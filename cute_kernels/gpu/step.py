@@ -30,7 +30,7 @@ def carve(c: Config, base, k: Core):
         at += n_bytes
     k.red, k.squares = where["partial sums"], where["row squares"]
     k.residual = where["residual"]
-    k.inbox = where.get("inbox", base)
+    k.inbox, k.own = where.get("inbox", base), where.get("own parts", base)
     k.squares_inbox = where.get("squares inbox", base)
     k.squares_inbox_bytes = c.split * c.k_warps * c.tile_rows * 4
     k.factors, k.pass_sums = where.get("row factors", base), where.get("pass sums", base)
@@ -47,7 +47,7 @@ def places(c: Config, k: Core, tid, bid):
     k.warp_row, k.warp_k = k.wid % c.row_warps, k.wid // c.row_warps
     k.j, k.t, k.pair = tid >> 6, (tid >> 1) & 3, (tid & 63) * 8
     k.row = ((tid & 63) >> 3) + 8 * (tid & 1)
-    k.rank = bid & (c.cluster - 1)
+    k.rank = bid & (c.team - 1)
 
 
 @cute.jit
@@ -87,6 +87,24 @@ def load_residual(k: cutlass.Constexpr, r0: Int64, phase: Int32):
         own = own + c.group
 
 
+@cute.jit
+def store_residual(k: cutlass.Constexpr, r0: Int64, phase: Int32):
+    """The inverse of `load_residual`, where the residual must outlive the kernel."""
+    c = k.c
+    tile0, n, _, _ = plan_entry(k, phase)
+    g = c.gemm("o")
+    if cutlass.const_expr(g.split > 1):
+        tile0, n = tile0 + k.rank, (n - k.rank + g.split - 1) // g.split
+    stride = g.split if g.split > 1 else tile_stride(c, "o")
+    own = k.j
+    while own < n:
+        for m in cutlass.range_constexpr(c.m_tiles):
+            at = ((tile0 + own * stride) * c.tile_rows + m * 16 + k.row) * TILE + 2 * k.t
+            v0, v1 = sync.lds_pair(k.residual + (own * c.m_tiles + m) * 512 + k.pair)
+            sync.ptx_do("st.global.v2.f32 [{$r0}], {{$r1},{$r2}};", r0 + Int64(at * 4), v0, v1)
+        own = own + c.group
+
+
 # -- the janitor -------------------------------------------------------------------------------
 @cute.jit
 def clear_tile(k: cutlass.Constexpr, base: Int64, col: Int32, wide: cutlass.Constexpr):
@@ -108,6 +126,17 @@ def clear_tile(k: cutlass.Constexpr, base: Int64, col: Int32, wide: cutlass.Cons
 
 
 @cute.jit
+def clear_parts(k: cutlass.Constexpr, parts: Int64, first: Int32, n: Int32):
+    """EMPTY into the partial sums this CTA sends to the owners of its team's tiles."""
+    c = k.c
+    for i in cutlass.range(n, unroll=1):
+        if (i & (c.team - 1)) != k.rank:
+            for m in cutlass.range_constexpr(c.m_tiles):
+                at = (((first + i) * c.team + k.rank) * c.m_tiles + m) * 512 + k.lane * 16
+                sync.st_words(parts + Int64(at), [Uint32(sync.EMPTY)] * 4)
+
+
+@cute.jit
 def clear_copy(k: cutlass.Constexpr, act: Int64, layer: Int32):
     """Everything this CTA will publish in `layer`, in the copy that begins at act."""
     c = k.c
@@ -116,9 +145,13 @@ def clear_copy(k: cutlass.Constexpr, act: Int64, layer: Int32):
         g = c.gemm(LAYER_KINDS[i])
         first, n, _, _ = plan_entry(k, layer * 4 + i)
         stride = tile_stride(c, g.name)
-        if cutlass.const_expr(g.split > 1):
+        if cutlass.const_expr(g.split > 1 and c.cluster > 1):
             first, n = first + k.rank, (n - k.rank + g.split - 1) // g.split
             stride = g.split
+        if cutlass.const_expr(g.name == "down" and c.team > 1 and c.cluster == 1):
+            clear_parts(k, act + b.parts, first, n)
+            first, n = first + k.rank, (n - k.rank + c.team - 1) // c.team
+            stride = c.team
         base = act + (b.q, b.y, b.h, b.x)[i]
         for t in cutlass.range(n, unroll=1):
             tile = first + t * stride
@@ -193,7 +226,7 @@ def run_consumers(
     c = k.c
     b = Buffers.of(c)
     stage, parity, turn, which = Int32(0), Int32(0), Int32(0), Int32(0)
-    count, norms, cur = Int32(0), Int32(0), act
+    count, norms, cur, none = Int32(0), Int32(0), act, Int64(0)
     for step in cutlass.range(steps, unroll=1):
         if k.tid == 0:  # the last step is finished everywhere
             sync.wait_counter(k.counter, step * c.ctas)
@@ -204,22 +237,22 @@ def run_consumers(
         for layer in cutlass.range(layers, unroll=1):
             at = layer * 4
             stage, parity, turn, which = run_phase(
-                k, "qkv", at, x, cur + b.q, count, norms, stage, parity, turn, which
+                k, "qkv", at, x, cur + b.q, none, count, norms, stage, parity, turn, which
             )
             stage, parity, turn, which = run_phase(
-                k, "o", at + 1, cur + b.q, cur + b.y, count, norms, stage, parity, turn, which
+                k, "o", at + 1, cur + b.q, cur + b.y, none, count, norms, stage, parity, turn, which
             )
             stage, parity, turn, which = run_phase(
-                k, "gu", at + 2, cur + b.y, cur + b.h, count, count, stage, parity, turn, which
+                k, "gu", at + 2, cur + b.y, cur + b.h, none, count, count, stage, parity, turn, which
             )
             stage, parity, turn, which = run_phase(
-                k, "down", at + 3, cur + b.h, cur + b.x, count, norms, stage, parity, turn, which
+                k, "down", at + 3, cur + b.h, cur + b.x, cur + b.parts, count, norms, stage, parity, turn, which
             )
             x = cur + b.x
             count, norms = count + 1, norms + 1
             cur = next_copy(k, act, cur)
         stage, parity, turn, which = run_phase(
-            k, "lm", layers * 4, x, logits, count, norms, stage, parity, turn, which
+            k, "lm", layers * 4, x, logits, none, count, norms, stage, parity, turn, which
         )
         norms = norms + 1
         sync.consumer_sync(c.warps * 32)
@@ -232,7 +265,8 @@ def make_step(c: Config):
 
     Arguments: stream (packed weights), offsets [ctas, phases] int64, plan [ctas, phases, 4] int32,
     x0 (bf16 fragments), r0 (fp32 residual), act (COPIES x Buffers.bytes, all EMPTY at first),
-    logits [rows, vocab] fp32, counter (int32, 0), times [ctas, phases, 4] int64 ns, layers, steps.
+    logits [rows, vocab] fp32, counter (int32 [32 + ctas], 0; with `timing` the SM of each CTA from
+    32 on), times [ctas, phases, 4] int64 ns, layers, steps.
     """
 
     @cute.kernel
@@ -254,6 +288,10 @@ def make_step(c: Config):
         k.times = times + Int64(bid * phases) * 32
         k.counter = counter
         init_barriers(k)
+        if cutlass.const_expr(c.timing):
+            if tid == 0:
+                sync.ptx_do("st.global.b32 [{$r0}], {$r1};", counter + Int64(bid * 4 + 128),
+                            cute.arch.smid())  # fmt: skip
         if k.wid >= c.warps:
             if cutlass.const_expr(c.setmaxnreg):
                 cute.arch.setmaxregister_decrease(40)

@@ -94,6 +94,11 @@ def ld_word(addr):
     return ptx_read("ld.relaxed.gpu.global.L1::no_allocate.b32 {$w0}, [{$r0}];", [Uint32], addr)
 
 
+def ld_pair_words(addr):
+    code = "ld.relaxed.gpu.global.L1::no_allocate.v2.b32 {{$w0},{$w1}}, [{$r0}];"
+    return ptx_read(code, [Uint32] * 2, addr)
+
+
 def st_word(addr, value):
     ptx_do("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", addr, value)
 
@@ -105,11 +110,28 @@ def st_words(addr, values):
     ptx_do("st.relaxed.gpu.global.v%d.b32 [{$r0}], {%s};" % (n, names), addr, *values)
 
 
+def select(condition, a, b):
+    """a if condition else b, without a branch."""
+    return ptx_read(
+        "{ .reg .pred q; setp.ne.u32 q, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, q; }",
+        [Uint32],
+        Int32(condition),
+        a,
+        b,
+    )
+
+
+def larger(a, b):
+    """Unsigned. `cutlass.max` of a Uint32 literal and a register compiles to the signed maximum,
+    in which EMPTY is the smallest word of all."""
+    return ptx_read("max.u32 {$w0}, {$r0}, {$r1};", [Uint32], a, b)
+
+
 def largest(words):
     """EMPTY if any of the words is."""
     worst = words[0]
     for w in words[1:]:
-        worst = cutlass.max(worst, w)
+        worst = larger(worst, w)
     return worst
 
 

@@ -13,27 +13,40 @@ import traceback
 
 import torch
 
-from cute_kernels.gpu.config import step_bytes
+from cute_kernels.gpu.config import KINDS, Config, step_bytes
 from cute_kernels.gpu.load import Kernel
+from experiments.handoffs.graph import PhaseGraph
 from experiments.handoffs.skeleton import Skeleton, Weights
-from experiments.handoffs.variants import VARIANTS
+from experiments.handoffs.variants import GRAPHS, VARIANTS
 from experiments.provenance import provenance
 
 ROUNDS = 5
 
 
+def config_of(name: str) -> Config:
+    return VARIANTS[name] if name in VARIANTS else GRAPHS[name][0]
+
+
+def make(folder: pathlib.Path, name: str, weights: Weights, row: dict) -> Skeleton:
+    c = config_of(name)
+    if name in GRAPHS:
+        kernels = {p: Kernel.read(folder / f"{name}-{p}") for p in KINDS}
+        return PhaseGraph(kernels, c, weights)
+    kernel = Kernel.read(folder / name)
+    row["clusters"] = kernel.max_clusters() if c.cluster > 1 else None
+    return Skeleton(kernel, c, weights)
+
+
 def run(folder: pathlib.Path, names: list[str]) -> dict:
     results: dict = {"provenance": provenance(), "seed": time.time_ns() % 1000003, "variants": {}}
-    shapes = {VARIANTS[n].shape.name: VARIANTS[n].shape for n in names}
+    shapes = {config_of(n).shape.name: config_of(n).shape for n in names}
     for shape in shapes.values():
         weights, ready = Weights(shape, results["seed"]), {}
-        for name in (n for n in names if VARIANTS[n].shape == shape):
-            c, row = VARIANTS[name], {}
+        for name in (n for n in names if config_of(n).shape == shape):
+            c, row = config_of(name), {}
             results["variants"][name] = row
             try:
-                kernel = Kernel.read(folder / name)
-                row["clusters"] = kernel.max_clusters() if c.cluster > 1 else None
-                sk = Skeleton(kernel, c, weights)
+                sk = make(folder, name, weights, row)
                 row.update(config=c.tag, check=sk.check())
             except Exception as e:  # noqa: BLE001 - one variant must not hide the others
                 row["error"] = f"{type(e).__name__}: {e}"
@@ -43,9 +56,11 @@ def run(folder: pathlib.Path, names: list[str]) -> dict:
                     return results
                 continue
             if c.timing:
-                row["skew us"] = sk.skew()
+                row["skew us"], row["lateness us"] = sk.skew(), sk.lateness()
             ready[name] = sk
-            print(f"{name:20s} {row['check']}", flush=True)
+            errors = {k: max(v.values()) for k, v in row["check"].items() if k.startswith("rel")}
+            equal = [v for k, v in row["check"].items() if k.endswith("equal")]
+            print(f"{name:20s} {errors} bit-equal {equal}", flush=True)
         times: dict[str, list[float]] = {n: [] for n in ready}
         for _ in range(ROUNDS):
             for name, sk in ready.items():
@@ -53,13 +68,17 @@ def run(folder: pathlib.Path, names: list[str]) -> dict:
         for name, us in times.items():
             row, mid = results["variants"][name], statistics.median(us)
             row.update(us=mid, us_min=min(us), us_max=max(us))
-            row["weights TB/s"] = step_bytes(VARIANTS[name]) / mid / 1e6
+            row["weights TB/s"] = step_bytes(config_of(name)) / mid / 1e6
     return results
 
 
 def main() -> None:
     folder, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-    names = sys.argv[3:] or [n for n in VARIANTS if (folder / f"{n}.json").exists()]
+    names = sys.argv[3:] or [
+        n
+        for n in [*VARIANTS, *GRAPHS]
+        if (folder / f"{n}.json").exists() or (folder / f"{n}-lm.json").exists()
+    ]
     results = run(folder, names)
     target.write_text(json.dumps(results, indent=1))
     for name, row in results["variants"].items():

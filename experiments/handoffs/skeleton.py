@@ -92,7 +92,7 @@ class Skeleton:
         n = self.buffers.bytes * COPIES // 2
         self.act = torch.zeros(n, dtype=torch.bfloat16, device="cuda")
         self.logits = torch.zeros(c.rows, c.shape.vocab, device="cuda")
-        self.counter = torch.zeros(32, dtype=torch.int32, device="cuda")
+        self.counter = torch.zeros(32 + c.ctas, dtype=torch.int32, device="cuda")
         phases = 4 * c.shape.layers + 1
         self.times = torch.zeros(c.ctas * phases * 4, dtype=torch.int64, device="cuda")
 
@@ -191,6 +191,20 @@ class Skeleton:
                 three = (x.amin(0).mean(), x.mean(), x.amax(0).mean())
                 out[f"{name} {what}"] = [round(float(f), 2) for f in three]
         return out
+
+    def lateness(self) -> dict[str, list[float]]:
+        """How late each CTA ends gate/up and the head, us from the mean CTA, averaged over layers:
+        what is left is a property of the SM, not chance. `sm`: where CTA i ran."""
+        c, full = self.c, self.c.shape.layers
+        t = self.times.view(c.ctas, 4 * full + 1, 4).cpu().double() / 1e3
+        gu, lm = t[:, 2 : 4 * full : 4, 2], t[:, -1, 2]
+        gu = gu - gu.mean(0, keepdim=True)
+        return {
+            "sm": self.counter[32:].tolist(),
+            "gu": [round(float(v), 2) for v in gu.mean(1)],
+            "gu spread": [round(float(v), 2) for v in gu.std(1)],
+            "lm": [round(float(v), 2) for v in lm - lm.mean()],
+        }
 
     def free(self) -> None:
         self.packs.clear()

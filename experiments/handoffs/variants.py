@@ -21,18 +21,37 @@ def smol(**changes) -> Config:
 VARIANTS: dict[str, Config] = {
     "llama": LLAMA,
     "llama-t": llama(timing=True),
-    "llama-inflight3": llama(inflight=3),
-    "llama-hungry5": llama(hungry=5),
-    "llama-noprobe": llama(probe=False),
+    "llama-128": llama(ctas=128),
+    "llama-128-t": llama(ctas=128, timing=True),
+    "llama-128-i3": llama(ctas=128, inflight=3, hungry=5),
+    "llama-128-none": llama(ctas=128, handoff="none"),
+    "llama-c2": llama(exchange="cluster", down_split=2, passes=2, stages=12),
+    "llama-c4": llama(exchange="cluster", ctas=120, stages=12),
     "llama-rows8": llama(rows=8),
+    "llama-128-hungry5": llama(ctas=128, hungry=5),
+    "llama-128-noprobe": llama(ctas=128, probe=False),
     "smol": SMOL,
     "smol-t": smol(timing=True),
     "smol-noprobe": smol(probe=False),
-    "smol-48": smol(ctas=48),
     "smol-96": smol(ctas=96),
-    "smol-128": smol(ctas=128),
     "smol-132": smol(ctas=132),
-    "smol-128-c2": smol(ctas=128, down_split=2, stage_bytes=12288, stages=15),
-    "smol-128-c4": smol(ctas=128, down_split=4),
-    "smol-64-c2": smol(ctas=64, down_split=2, stage_bytes=12288, stages=15),
+    "smol-132-t": smol(ctas=132, timing=True),
+    "smol-132-noprobe": smol(ctas=132, probe=False),
+    "smol-132-free": smol(ctas=132, inflight=0),
+    "smol-132-none": smol(ctas=132, handoff="none"),
+    "smol-132-c2": smol(
+        ctas=132, exchange="cluster", down_split=2, stage_bytes=12288, stages=15
+    ),
+    "smol-128-g4": smol(ctas=128, down_split=4),
+    "smol-120-c4": smol(ctas=120, exchange="cluster", down_split=4),
+}
+
+# graphs of phase kernels: (configuration, CTAs of one kernel that fit an SM, by phase)
+ALL, PAIR = ("qkv", "o", "gu", "down", "lm"), {"exchange": "cluster", "down_split": 2}
+GRAPHS: dict[str, tuple[Config, dict[str, int]]] = {
+    "graph-smol-1": (smol(ctas=132), dict.fromkeys(ALL, 1)),
+    "graph-smol-2": (smol(ctas=132, stages=8), dict.fromkeys(ALL, 2)),
+    "graph-smol-4": (smol(ctas=132, stages=4), {**dict.fromkeys(ALL, 4), "down": 2}),
+    "graph-llama-1": (llama(passes=2, stages=12, **PAIR), dict.fromkeys(ALL, 1)),
+    "graph-llama-2": (llama(passes=2, stages=4, **PAIR), dict.fromkeys(ALL, 2)),
 }

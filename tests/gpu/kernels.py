@@ -19,7 +19,13 @@ STEPS = {
     "step-llama-16": Config(SMALL_LLAMA),
     "step-smol-72": Config(SMALL_SMOL, ctas=72, **SMOL),
     "step-smol-132": Config(SMALL_SMOL, ctas=132, **SMOL),
-    "step-smol-split": Config(SMALL_SMOL, ctas=128, **{**SMOL, "down_split": 4}),
+    "step-llama-pair": Config(
+        SMALL_LLAMA, exchange="cluster", down_split=2, passes=2, stages=12
+    ),
+    "step-smol-cluster": Config(
+        SMALL_SMOL, ctas=120, exchange="cluster", **{**SMOL, "down_split": 4}
+    ),
+    "step-smol-global": Config(SMALL_SMOL, ctas=128, **{**SMOL, "down_split": 4}),
 }
 TURNSTILES = (2, 32, 132)
 
