@@ -12,7 +12,7 @@ import numpy as np
 from cute_kernels.cpu import loop
 from cute_kernels.cpu.pack import allocate_acts, allocate_kv, attention_items, pack_weights
 from cute_kernels.cpu.slots import Limits, Sched, make_sched
-from cute_kernels.cpu.state import PAGE, Batch, Dims, Kv, make_batch
+from cute_kernels.cpu.state import PAGE, Acts, Batch, Dims, Kv, make_batch
 from cute_kernels.cpu.team import make_sync
 from cute_kernels.plan import PHASES, program
 from host.atomics import LINE
@@ -61,6 +61,7 @@ class CpuParts:
     sched: Sched
     batch: Batch
     kv: Kv
+    acts: Acts
     sync: np.ndarray
     trace: np.ndarray
     dims: Dims
@@ -148,4 +149,4 @@ def start(
         operations=operation_names(config.layers),
     )
     link = Link(wire, device, first_sequence=o.first_sequence, deadline_s=o.deadline_s + 5)
-    return CpuParts(link, wire, sched, batch, kv, sync, trace, dims)
+    return CpuParts(link, wire, sched, batch, kv, acts, sync, trace, dims)

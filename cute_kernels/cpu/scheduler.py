@@ -161,12 +161,23 @@ def _copy_prompt(wire, sched, s, upto):
 
 
 @jit
+def _is_empty(sched):
+    for s in range(sched.slot.shape[0]):
+        if sched.slot[s].stage != _FREE:
+            return False
+    return True
+
+
+@jit
 def build_rows(wire, sched, batch, limits):
     """The row table of the next step: decoding slots, then one chunk of prefill; rows in all.
 
     When more slots decode than `decode_rows`, they take turns. The prefill chunk belongs to the
-    slot admitted first and starts on a multiple of PAGE.
+    slot admitted first and starts on a multiple of PAGE. With nobody to serve, the last step's table
+    is left as it was.
     """
+    if _is_empty(sched):
+        return 0
     batch.count[:] = 0
     slots = sched.slot.shape[0]
     first = sched.count[_FIRST_SLOT]
