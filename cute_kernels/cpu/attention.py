@@ -21,7 +21,7 @@ from cute_kernels.cpu.vecmath import exp, softmax_step
 from host.atomics import fetch_add
 from host.jit import jit
 
-SPLIT_BLOCKS = 8
+SPLIT_BLOCKS = 4
 """Pages in a part."""
 
 TAIL = 15
