@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +44,7 @@ class Work(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Weight elements and KV elements read, activation elements moved, floating-point operations."""
+    """Weight and KV elements read, activation elements moved, floating-point operations."""
 
     weights: int
     kv: int
@@ -135,8 +134,10 @@ PHASES: tuple[Phase, ...] = (
     ),
 )  # fmt: skip
 
-PhaseId = IntEnum("PhaseId", {phase.name.upper(): i for i, phase in enumerate(PHASES)})  # type: ignore[misc]
-"""Number of a phase, by its name in capitals."""
+
+def phase_number(name: str) -> int:
+    """Place of a phase in `PHASES`; KeyError when there is none of that name."""
+    return {phase.name: number for number, phase in enumerate(PHASES)}[name]
 
 
 def program(layers: int) -> np.ndarray:

@@ -8,7 +8,7 @@ class DeviceError(RuntimeError):
 
 
 class DeviceHung(DeviceError):
-    """A wait on the device outlived its deadline. The message names the phase and who was missing."""
+    """A wait on the device outlived its deadline; the message says where and who was missing."""
 
 
 class QueueFull(RuntimeError):

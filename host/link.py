@@ -241,10 +241,9 @@ class Link:
             while self._inflight and self._lost is None and time.monotonic() < end:
                 self._changed.wait(0.1)
             self._closed = True
-            if self._lost is None:
-                if self.state() in (State.RUNNING, State.PARKING):
-                    write_word(self.wire.control, Word.COMMAND, Command.SHUTDOWN)
-                    self._wait_state(None, timeout_s)
+            if self._lost is None and self.state() in (State.RUNNING, State.PARKING):
+                write_word(self.wire.control, Word.COMMAND, Command.SHUTDOWN)
+                self._wait_state(None, timeout_s)
             self._lose(DeviceError("the engine is closed"))
             self._changed.notify_all()
         self.device.close()

@@ -67,10 +67,13 @@ PARAMS = np.dtype(
 )
 """What a request's first pool block holds; prompt tokens (int32) start at the next block."""
 
-assert REQUEST.itemsize == 64 and COMPLETION.itemsize == 64 and PARAMS.itemsize == BLOCK_BYTES
+assert REQUEST.itemsize == 64
+assert COMPLETION.itemsize == 64
+assert PARAMS.itemsize == BLOCK_BYTES
 ENTRY_WORDS = 8
 SEQUENCE_WORD = 7
-assert REQUEST.fields is not None and COMPLETION.fields is not None
+assert REQUEST.fields is not None
+assert COMPLETION.fields is not None
 assert REQUEST.fields["sequence"][1] == COMPLETION.fields["sequence"][1] == 8 * SEQUENCE_WORD
 
 

@@ -82,9 +82,7 @@ def operation_names(layers: int) -> list[str]:
     ]
 
 
-def start(
-    config: ModelConfig, get: Callable[[str], np.ndarray], options: CpuOptions
-) -> CpuParts:
+def start(config: ModelConfig, get: Callable[[str], np.ndarray], options: CpuOptions) -> CpuParts:
     """Pack the weights, allocate everything and make the link; the loop starts with the first
     request. `get(name)` gives fp32 tensors by canonical name."""
     o = options

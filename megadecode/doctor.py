@@ -97,7 +97,9 @@ def _model() -> Check:
 
 def _gpu() -> Check:
     missing = [m for m in ("cutlass", "cuda.bindings") if not _has(m)]
-    found = "no GPU kernel in this release" + (f"; not installed: {', '.join(missing)}" * bool(missing))
+    found = "no GPU kernel in this release" + (
+        f"; not installed: {', '.join(missing)}" * bool(missing)
+    )
     return Check("CUDA device", False, found, "the CPU device does everything", needed=False)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from host.ring import read_word
-from host.wire import State, Word
+from host.wire import Word
 from megadecode.config import ModelConfig
 from megadecode.cpu_device import (
     CHUNK_ROWS,
@@ -118,6 +118,10 @@ class Engine(AbstractContextManager["Engine"]):
         chunk_rows = _size("chunk_rows", chunk_rows, PAGE, 4096)
         if chunk_rows % PAGE:
             raise ParameterError(f"chunk_rows is {chunk_rows}; it must be a multiple of {PAGE}")
+        if isinstance(park_after_s, bool) or not isinstance(park_after_s, int | float):
+            raise ParameterError(
+                f"park_after_s is {park_after_s!r}; it must be a number of seconds"
+            )
         if kv_tokens is None:
             kv_tokens = self.ctx + (self.slots - 1) * min(self.ctx, 2048)
         self.pages = -(-(_size("kv_tokens", kv_tokens, 1, 2**31) + 1) // PAGE)
@@ -340,8 +344,3 @@ def _load(model: str | os.PathLike[str] | Model) -> tuple[Model, Tokenizer | Non
         return loaded, loaded.tokenizer()
     make = getattr(model, "tokenizer", None)
     return model, make() if callable(make) else None
-
-
-def is_running(engine: Engine) -> bool:
-    """Whether the engine's loop is on the device now."""
-    return engine._link.state() == State.RUNNING

@@ -34,7 +34,7 @@ from cute_kernels.cpu.team import (
     wait_gate,
     wait_left,
 )
-from cute_kernels.plan import PHASES, PhaseId
+from cute_kernels.plan import PHASES, phase_number
 from host.atomics import cpu_relax, fence_full, load_acquire, now_ns, store_release
 from host.jit import jit
 from host.wire import Activity, Command, State, Word
@@ -53,9 +53,10 @@ _FREE_PAGES, _ABORTS = int(Count.FREE_PAGES), int(Count.ABORT_HEAD)
 _PENDING_HEAD, _PENDING_TAIL = int(Count.PENDING_HEAD), int(Count.PENDING_TAIL)
 _PREFILL_SLOT, _PAUSED_COUNT = int(Count.PREFILL_SLOT), int(Count.PAUSED)
 
-_EMBED, _QKV, _ATTEND = int(PhaseId.EMBED), int(PhaseId.QKV), int(PhaseId.ATTEND)
-_MERGE, _OUT_PROJ, _GATE_UP = int(PhaseId.MERGE), int(PhaseId.OUT_PROJ), int(PhaseId.GATE_UP)
-_DOWN, _HEAD, _SELECT = int(PhaseId.DOWN), int(PhaseId.HEAD), int(PhaseId.SELECT)
+_EMBED, _QKV, _ATTEND = phase_number("embed"), phase_number("qkv"), phase_number("attend")
+_MERGE, _OUT_PROJ = phase_number("merge"), phase_number("out_proj")
+_GATE_UP, _DOWN = phase_number("gate_up"), phase_number("down")
+_HEAD, _SELECT = phase_number("head"), phase_number("select")
 
 TRACE_COLUMNS = 6
 """Per phase and kind of step: runs, ns, rows, head rows, keys, key reads."""

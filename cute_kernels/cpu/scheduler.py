@@ -173,8 +173,8 @@ def build_rows(wire, sched, batch, limits):
     """The row table of the next step: decoding slots, then one chunk of prefill; rows in all.
 
     When more slots decode than `decode_rows`, they take turns. The prefill chunk belongs to the
-    slot admitted first and starts on a multiple of PAGE. With nobody to serve, the last step's table
-    is left as it was.
+    slot admitted first and starts on a multiple of PAGE. With nobody to serve, the last step's
+    table is left as it was.
     """
     if _is_empty(sched):
         return 0

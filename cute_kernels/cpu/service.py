@@ -85,7 +85,7 @@ def emit_copied(wire, sched, request_id):
 
 @jit
 def drain_aborts(wire, sched):
-    """Take over the ids in the abort ring as marks, to be looked for when there is room to answer."""
+    """Take the ids in the abort ring over as marks, looked for when there is room to answer."""
     tail = load_acquire(wire.control, _ABORT_TAIL)
     head = sched.count[_ABORTS]
     if head == tail:

@@ -79,7 +79,7 @@ class Sched(NamedTuple):
     pending: np.ndarray  # [C] REQUEST: admitted in order; request_id < 0: aborted, already answered
     marks: np.ndarray  # [C] int64: request id to abort, by id modulo C
     free_pages: np.ndarray  # [P] int32 stack
-    count: np.ndarray  # [Count] int64
+    count: np.ndarray  # type: ignore[assignment]  # [Count] int64
     plant: np.ndarray  # [2] int64: operation and worker of a planted hang, -1: none (tests)
 
 

@@ -87,9 +87,7 @@ class Acts(NamedTuple):
     scratch: np.ndarray  # [workers, scratch words] float32, private to a worker
 
 
-def make_batch(
-    *, rows: int, head_rows: int, slots: int, pages_per_slot: int, items: int
-) -> Batch:
+def make_batch(*, rows: int, head_rows: int, slots: int, pages_per_slot: int, items: int) -> Batch:
     """An empty row table: `rows` rows, `items` attention work items, a page table per slot."""
     return Batch(
         count=np.zeros(8, np.int64),

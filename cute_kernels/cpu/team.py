@@ -57,8 +57,8 @@ def make_sync(workers: int) -> np.ndarray:
 def nap(idle_ns):
     """Wait a little, the longer the longer there has been nothing to do.
 
-    A resident loop must not burn a core while idle, yet answer within a millisecond: spin for 20 us,
-    offer the core until 2 ms, then sleep 50 us at a time, and 200 us from 100 ms on.
+    A resident loop must not burn a core while idle, yet answer within a millisecond: spin for
+    20 us, offer the core until 2 ms, then sleep 50 us at a time, and 200 us from 100 ms on.
     """
     if idle_ns < 20_000:
         cpu_relax()

@@ -104,9 +104,9 @@ def test_stop_token_of_the_model_ends_unless_ignored(engine):
 
 @pytest.mark.parametrize("new", [0, 1, 2, 7, 8])
 def test_exactly_max_new_tokens(engine, new):
-    result = engine.submit(
-        prompt(33), SamplingParams(max_new_tokens=new, ignore_eos=True)
-    ).result(10)
+    result = engine.submit(prompt(33), SamplingParams(max_new_tokens=new, ignore_eos=True)).result(
+        10
+    )
     assert len(result.token_ids) == len(result.logprobs) == result.stats.tokens == new
     assert result.finish_reason == "length"
     assert result.stats.steps == new
@@ -142,7 +142,7 @@ def test_no_hole_at_a_power_of_two():
 
 
 def test_follow_up_turn_covers_the_stop_token(engine):
-    """A second turn's prompt holds the first turn's stop token; its text is as if written at once."""
+    """A second turn's prompt holds the first turn's stop token, and all of it is prefilled."""
     ids = prompt(21)
     first, _ = greedy(engine, ids, 12)
     turn = ids + first + prompt(7, seed=5)
@@ -187,7 +187,9 @@ def test_abort_while_waiting_for_a_slot():
     with tiny_engine(slots=1) as engine:
         with engine.parked():
             long = engine.submit(prompt(10), SamplingParams(max_new_tokens=300, ignore_eos=True))
-            waiting = [engine.submit(prompt(10), SamplingParams(max_new_tokens=5)) for _ in range(9)]
+            waiting = [
+                engine.submit(prompt(10), SamplingParams(max_new_tokens=5)) for _ in range(9)
+            ]
             for request in waiting[::2]:
                 request.abort()
         reasons = [r.result(10).finish_reason for r in waiting]
@@ -270,7 +272,9 @@ def test_a_full_pool_waits_for_copied_prompts():
 
 def test_a_ring_shorter_than_the_queue_still_takes_everything():
     with tiny_engine(slots=2, request_entries=2) as engine:
-        requests = [engine.submit(prompt(4 + i), SamplingParams(max_new_tokens=3)) for i in range(50)]
+        requests = [
+            engine.submit(prompt(4 + i), SamplingParams(max_new_tokens=3)) for i in range(50)
+        ]
         assert all(r.result(10).token_ids for r in requests)
         with engine.parked():
             engine.submit(prompt(5)), engine.submit(prompt(5))
@@ -288,7 +292,7 @@ def test_counters_near_their_wrap():
             check_all_returned(engine)
 
 
-# -- parking ----------------------------------------------------------------------------------------
+# -- parking --------------------------------------------------------------------------------
 
 
 def test_parked_engine_runs_nothing_and_goes_on_where_it_was():
@@ -339,7 +343,7 @@ def test_ping_of_a_parked_engine_is_refused_while_held(engine):
     assert engine.ping() < 1
 
 
-# -- what goes wrong --------------------------------------------------------------------------------
+# -- what goes wrong ----------------------------------------------------------------------
 
 
 def test_a_hang_names_the_phase_and_who_is_missing():

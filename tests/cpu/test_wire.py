@@ -1,5 +1,6 @@
 """Rings and control block: layout, order, wrap-around, and the sizes that are refused."""
 
+import re
 import threading
 
 import numpy as np
@@ -32,8 +33,8 @@ NEAR_WRAPS = [0, 2**31 - 3, 2**32 - 3, 2**62]
 
 
 def small(first_sequence=0, **sizes):
-    shape = dict(slots=2, workers=2, ctx=64, max_inflight=8, request_entries=4)
-    shape |= dict(completion_entries=16, first_sequence=first_sequence) | sizes
+    shape = {"slots": 2, "workers": 2, "ctx": 64, "max_inflight": 8, "request_entries": 4}
+    shape |= {"completion_entries": 16, "first_sequence": first_sequence} | sizes
     return make_wire(**shape)
 
 
@@ -197,23 +198,22 @@ def test_waiting_ends_when_something_comes_or_patience_ends():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (dict(request_entries=6), "request_entries is 6; it must be a power of two"),
-        (dict(completion_entries=0), "completion_entries is 0; it must be a power of two"),
+        ({"request_entries": 6}, "request_entries is 6; it must be a power of two"),
+        ({"completion_entries": 0}, "completion_entries is 0; it must be a power of two"),
         (
-            dict(completion_entries=8),
+            {"completion_entries": 8},
             "completion_entries is 8; 2 slots need at least 10: two steps' worst case. "
             "Use a larger ring or fewer slots",
         ),
         (
-            dict(pool_bytes=512),
+            {"pool_bytes": 512},
             "pool_bytes is 512; one prompt of ctx=64 tokens needs 768",
         ),
     ],
 )
 def test_sizes_that_cannot_work_are_refused(sizes, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         small(**sizes)
-    assert str(error.value) == message
 
 
 def test_worst_case_counts_every_entry_a_step_can_write():

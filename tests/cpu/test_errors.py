@@ -1,0 +1,178 @@
+"""What cannot be served is refused at the call, with a message that says what to do."""
+
+import re
+
+import numpy as np
+import pytest
+from tiny_model import greedy, prompt, tiny_engine
+
+from megadecode import (
+    DeviceUnavailable,
+    Engine,
+    ModelConfig,
+    ParameterError,
+    PromptError,
+    SamplingParams,
+)
+from megadecode.models.random_model import random_model
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with tiny_engine(kv_tokens=300) as engine:
+        want = greedy(engine, prompt(5), 5)
+        yield engine
+        # Nothing that was refused has disturbed the engine.
+        assert greedy(engine, prompt(5), 5)[0] == want[0]
+        assert engine.stats().inflight == 0
+
+
+def refused(kind, message, call, *args, **kwargs):
+    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        call(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "the prompt is empty; give at least one character, token or message"),
+        ("", "the prompt is empty; give at least one character, token or message"),
+        (np.zeros(0, int), "the prompt is empty; give at least one character, token or message"),
+        (
+            prompt(512),
+            "the prompt has 512 tokens; with ctx=512 at most 511 fit. Shorten it or give the "
+            "engine a larger ctx",
+        ),
+        ([1, 200], "token id 200 at position 1 is outside the vocabulary of 200 tokens"),
+        ([-1], "token id -1 at position 0 is outside the vocabulary of 200 tokens"),
+        ([2**70], f"token id {2**70} at position 0 is outside the vocabulary of 200 tokens"),
+        ([1, 2.0], "token ids must be integers; position 1 holds 2.0"),
+        ([True], "token ids must be integers; position 0 holds True"),
+        ([[1]], "token ids must be integers; position 0 holds [1]"),
+        (
+            np.zeros((2, 2), int),
+            "token ids must be integers in one dimension; the array is int64 of shape (2, 2)",
+        ),
+        (
+            np.zeros(2),
+            "token ids must be integers in one dimension; the array is float64 of shape (2,)",
+        ),
+        (b"text", "a prompt is text, chat messages or token ids, not bytes"),
+        (None, "a prompt is text, chat messages or token ids, not NoneType"),
+        (7, "a prompt is text, chat messages or token ids, not int"),
+        ("text", "model 'tiny' has no tokenizer; give the prompt as token ids"),
+        (
+            [{"role": "user", "content": "hi"}],
+            "model 'tiny' has no tokenizer; give the prompt as token ids",
+        ),
+    ],
+)
+def test_prompts(engine, ids, message):
+    refused(PromptError, message, engine.submit, ids)
+
+
+def test_what_can_never_fit_the_pages(engine):
+    message = (
+        "the request needs 7 KV pages of 64 positions, the engine has 5; ask for fewer tokens or "
+        "give the engine more kv_tokens"
+    )
+    refused(PromptError, message, engine.submit, prompt(300), SamplingParams(max_new_tokens=100))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"max_new_tokens": -1},
+            "max_new_tokens is -1; it must be between 0 and 2**31 - 1",
+        ),
+        (
+            {"max_new_tokens": 2**31},
+            "max_new_tokens is 2147483648; it must be between 0 and 2**31 - 1",
+        ),
+        ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5; it must be an integer"),
+        ({"max_new_tokens": None}, "max_new_tokens is None; it must be an integer"),
+        ({"max_new_tokens": True}, "max_new_tokens is True; it must be an integer"),
+        ({"temperature": 0.7}, "temperature is 0.7; this release decodes greedily: use 0.0"),
+        (
+            {"temperature": float("nan")},
+            "temperature is nan; this release decodes greedily: use 0.0",
+        ),
+        ({"temperature": "0"}, "temperature is '0'; it must be a number"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be a sequence of token ids"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids is 'ab'; it must be a sequence of token ids"),
+        ({"stop_token_ids": ["a"]}, "a stop token id is 'a'; it must be an integer"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
+        (
+            {"top_k": 5, "presence_penalty": 1.0},
+            "unsupported sampling parameter 'top_k', 'presence_penalty'; this release knows "
+            "max_new_tokens, temperature, stop_token_ids, ignore_eos",
+        ),
+    ],
+)
+def test_sampling_parameters(values, message):
+    refused(ParameterError, message, SamplingParams.of, values)
+
+
+def test_stop_ids_against_the_model(engine):
+    refused(
+        ParameterError, "stop token id 200 is outside the vocabulary of 200 tokens",
+        engine.submit, [1], SamplingParams(stop_token_ids=(200,)),
+    )  # fmt: skip
+    refused(
+        ParameterError, "33 stop token ids, the model's own included; at most 32 fit",
+        engine.submit, [1], SamplingParams(stop_token_ids=tuple(range(4, 36))),
+    )  # fmt: skip
+    params = SamplingParams(stop_token_ids=tuple(range(4, 36)), ignore_eos=True)
+    assert engine.submit([1], params).result(10)
+    refused(
+        ParameterError, "params is {}; give a SamplingParams", engine.submit, [1], {}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"ctx": 1}, ParameterError, "ctx is 1; it must be between 2 and 16777216"),
+        ({"ctx": "8k"}, ParameterError, "ctx is '8k'; it must be an integer"),
+        ({"ctx": True}, ParameterError, "ctx is True; it must be an integer"),
+        ({"slots": 0}, ParameterError, "slots is 0; it must be between 1 and 16"),
+        ({"slots": 17}, ParameterError, "slots is 17; it must be between 1 and 16"),
+        ({"workers": 0}, ParameterError, "workers is 0; it must be between 1 and 16"),
+        ({"weights": "int4"}, ParameterError, "weights is 'int4'; choose fp32 or bf16"),
+        ({"chunk_rows": 100}, ParameterError, "chunk_rows is 100; it must be a multiple of 64"),
+        ({"device": "tpu"}, ParameterError, "device is 'tpu'; choose auto, cpu or cuda"),
+        (
+            {"device": "cuda"},
+            DeviceUnavailable,
+            "device 'cuda' has no kernel in this release; use device='cpu' or 'auto'",
+        ),
+        (
+            {"park_after_s": "soon"},
+            ParameterError,
+            "park_after_s is 'soon'; it must be a number of seconds",
+        ),
+        (
+            {"completion_entries": 16},
+            ValueError,
+            "completion_entries is 16; 4 slots need at least 18: two steps' worst case. Use a "
+            "larger ring or fewer slots",
+        ),
+    ],
+)
+def test_engine_options(options, kind, message):
+    refused(kind, message, tiny_engine, **options)
+
+
+def test_shapes_the_cpu_device_cannot_run():
+    config = ModelConfig("odd", 1, 40, 2, 1, 20, 64, 100, 512)
+    with pytest.raises(ValueError, match=r"head_dim|hidden"):
+        Engine(random_model(config, 0), ctx=64)
+
+
+def test_results_time_out_without_ending(engine):
+    with engine.parked():
+        request = engine.submit(prompt(5), SamplingParams(max_new_tokens=3))
+        with pytest.raises(TimeoutError, match=r"the request has not ended within 0\.01 s"):
+            request.result(0.01)
+    assert request.result(10)

@@ -1,0 +1,80 @@
+"""One declaration of the phases: the program, the loop, the trace and the costs follow from it."""
+
+import numpy as np
+from tiny_model import CONFIG, greedy, prompt, tiny_engine
+
+from cute_kernels.plan import PHASES, Cost, Shape, Work, phase_number, program
+from megadecode.cpu_device import operation_names
+from megadecode.models.weights import tensor_shapes
+
+SHAPE = Shape(
+    CONFIG.layers, CONFIG.hidden, CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.ffn,
+    CONFIG.vocab,
+)  # fmt: skip
+
+
+def total(work):
+    """Cost of a whole step."""
+    costs = [PHASES[number].cost(SHAPE, work) for number, _ in program(CONFIG.layers)]
+    return Cost(*np.sum(costs, axis=0).tolist())
+
+
+def test_program_runs_every_phase_in_order_once_per_layer():
+    got = [(PHASES[number].name, int(layer)) for number, layer in program(3)]
+    body = [p.name for p in PHASES if p.per_layer]
+    want = [("embed", 0)]
+    want += [(name, layer) for layer in range(3) for name in body]
+    want += [("head", 0), ("select", 0)]
+    assert got == want
+
+
+def test_names_are_unique_and_found():
+    names = [phase.name for phase in PHASES]
+    assert [phase_number(name) for name in names] == list(range(len(names)))
+    assert operation_names(2)[:3] == ["embed", "qkv[0]", "attend[0]"]
+
+
+def test_what_a_phase_reads_has_been_written_before_it():
+    known = {"kv"}
+    for phase in PHASES:
+        for name in phase.reads:
+            assert name in known or name.startswith("w."), (phase.name, name)
+        known |= set(phase.writes)
+
+
+def test_weight_count_is_the_models():
+    """A step with one head row reads every matrix once, and of the embedding one row."""
+    shapes = tensor_shapes(CONFIG)
+    matrices = sum(int(np.prod(s)) for n, s in shapes.items() if len(s) == 2 and n != "embed")
+    assert total(Work(1, 1, 1, 1)).weights == matrices + CONFIG.hidden
+
+
+def test_flops_are_two_per_weight_and_row_plus_attention():
+    shapes = tensor_shapes(CONFIG)
+    body = sum(int(np.prod(s)) for n, s in shapes.items() if n.startswith("layers") and len(s) == 2)
+    head = CONFIG.vocab * CONFIG.hidden
+    cost = total(Work(rows=5, head_rows=2, keys=40, key_reads=12))
+    attention = 40 * CONFIG.heads * CONFIG.head_dim * 4 * CONFIG.layers
+    select = 4 * 2 * CONFIG.vocab
+    assert cost.flops == 2 * (5 * body + 2 * head) + attention + select
+    assert cost.kv == 2 * 12 * CONFIG.kv_heads * CONFIG.head_dim * CONFIG.layers
+
+
+def test_the_loop_runs_what_is_declared_and_counts_it():
+    with tiny_engine(slots=1) as engine:
+        engine._parts.trace[:] = 0
+        tokens, _ = greedy(engine, prompt(130), 10)
+        decode, prefill = engine._parts.trace
+        runs = {phase.name: int(decode[i, 0]) for i, phase in enumerate(PHASES)}
+        assert runs == {
+            phase.name: 9 * (CONFIG.layers if phase.per_layer else 1) for phase in PHASES
+        }
+        keys = sum(range(131, 140))
+        number = phase_number("qkv")
+        assert decode[number].tolist()[2:] == [
+            9 * CONFIG.layers, 9 * CONFIG.layers, keys * CONFIG.layers, keys * CONFIG.layers,
+        ]  # fmt: skip
+        assert prefill[number, 2] == 130 * CONFIG.layers
+        assert prefill[number, 4] == 130 * 131 // 2 * CONFIG.layers
+        assert (decode[:, 1] > 0).all()
+        assert len(tokens) == 10
