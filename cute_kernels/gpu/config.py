@@ -18,6 +18,8 @@ import numpy as np
 TILE = 8  # output columns of an mma.sync m16n8k16
 CHUNK = 32  # K values in one 16-byte B vector of a warp: two k16 steps
 SMEM_LIMIT = {"sm_90a": 232448, "sm_100a": 232448, "sm_120a": 101376}  # bytes per block
+PAGE, BLOCK_BYTES = 64, 16384  # positions of a KV page; K and V of one (page, layer, kv head)
+TAIL_KEYS = 96  # room for the keys c(p) .. p of a row, at most 15 + 64 of them
 COPIES = 3  # rotating copies of every activation buffer; see step.py
 
 
@@ -93,7 +95,9 @@ class Config:
     form a team. exchange: how a team adds its partial sums, "cluster" (DSMEM; a team is a cluster)
     or "global" (words as flags in device memory; `down` only).
     passes: slabs of `down` per CTA. inflight, hungry: see ring.py. probe: poll one vector per lane
-    before asking for all. attention: 0 leaves it out (a GEMM skeleton), else tree attention.
+    before asking for all. attention: tree attention between qkv and o, in `splits` parts of the
+    context (without it: a GEMM skeleton); tail: False leaves the key-by-key part out, wrong on
+    purpose, to see what it costs.
     """
 
     shape: Shape
@@ -115,6 +119,8 @@ class Config:
     setmaxnreg: bool = False
     timing: bool = False
     attention: bool = False
+    splits: int = 16
+    tail: bool = True
     handoff: str = "words"  # or "counter": one grid barrier a phase; "none": wrong on purpose
     phase: str = ""  # one phase as a kernel of its own, for graph baselines
     arch: str = "sm_90a"
@@ -162,6 +168,8 @@ class Config:
                 "warps",
                 f"2 x a multiple of the team's {self.team} CTAs",
             )
+        if self.attention:
+            self._check_attention()
         total = sum(self.smem_plan().values())
         limit = SMEM_LIMIT[self.arch]
         if total > limit:
@@ -170,6 +178,21 @@ class Config:
                 f"{s.name}: shared memory {total} B is over the {limit} B of {self.arch} ({parts});"
                 f" use fewer stages (now {self.stages})"
             )
+
+    def _check_attention(self) -> None:
+        s = self.shape
+        self._check(self.rows == 16, "rows", "16 with attention")
+        self._check(self.split == 1, "split", "1 with attention")
+        self._check(self.warps == 2 * self.group_heads, "warps", "2 per query head of a kv head")
+        self._check(self.splits >= self.rows, "splits", f"at least the {self.rows} rows")
+        self._check(
+            s.kv_heads * self.splits <= self.ctas, "splits", f"at most {self.ctas // s.kv_heads}"
+        )
+        self._check(
+            self.stage_bytes >= BLOCK_BYTES, "stage_bytes", f"at least {BLOCK_BYTES} for KV blocks"
+        )
+        if s.head_dim != 64:
+            raise ValueError(f"{s.name}: head_dim is {s.head_dim}; attention is written for 64")
 
     def _check(self, ok: bool, name: str, wanted: str) -> None:
         if not ok:
@@ -243,6 +266,16 @@ class Config:
         return -(-self.group // self.team)
 
     @property
+    def group_heads(self) -> int:
+        """Query heads that share a kv head."""
+        return self.shape.heads // self.shape.kv_heads
+
+    @property
+    def part_bytes(self) -> int:
+        """A split's words for one row and kv head: 64 sums, maximum and denominator per head."""
+        return -(-self.group_heads * 66 * 4 // 16) * 16
+
+    @property
     def acc_groups(self) -> int:
         return -(-int(self.team_tiles("down").max()) // self.group) if self.passes > 1 else 0
 
@@ -266,7 +299,7 @@ class Config:
         if self.acc_groups:
             plan["pass sums"] = self.acc_groups * self.group * tile
         if self.attention:
-            plan["attention"] = ATTENTION_BYTES
+            plan["attention"] = AttentionSmem().bytes
         return {k: -(-v // 128) * 128 for k, v in plan.items()}
 
     @property
@@ -285,20 +318,35 @@ class Config:
         return ",".join(parts)
 
 
-ATTENTION_BYTES = 0
+@dataclass(frozen=True)
+class AttentionSmem:
+    """Offsets in the attention part: rotary factors of the rows, this step's K and V rows of one kv
+    head, one row of Q per head, tail probabilities per head, the row table."""
+
+    rope: int = 0
+    new: int = 16 * 32 * 8
+    q: int = new + 16 * 256
+    p: int = q + 8 * 64 * 4
+    rows: int = p + 8 * TAIL_KEYS * 4
+    bytes: int = rows + 16 * 16
 
 
 # -- activation buffers ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Buffers:
     """Byte offsets of one copy of the activation buffers in `act`: q, y, h, x (bf16, A fragment
-    order) and the partial sums of `down` (fp32 [tiles, team, row tiles, 128] as pairs)."""
+    order), the partial sums of `down` (fp32 [tiles, team, row tiles, 128] as pairs), and with
+    attention: kv ([kv heads, K and V, 16 rows, 128 bytes]), a (its output, as q) and part
+    ([kv heads, 16 rows, splits, part_bytes])."""
 
     q: int
     y: int
     h: int
     x: int
     parts: int
+    kv: int
+    a: int
+    part: int
     bytes: int
 
     @classmethod
@@ -308,7 +356,15 @@ class Buffers:
         for cols in sizes:
             at.append(at[-1] + -(-cols // CHUNK) * c.chunk_bytes)
         parts = c.gemm("down").tiles * c.team * c.m_tiles * 512 if c.exchange == "global" else 0
-        return cls(*at, bytes=at[4] + parts)
+        at.append(at[-1] + parts)
+        more = (0, 0, 0)
+        if c.attention:
+            a = s.heads * s.head_dim // CHUNK * c.chunk_bytes
+            part = s.kv_heads * 16 * c.splits * c.part_bytes
+            more = (s.kv_heads * 16 * 256, a, part)
+        for n_bytes in more:
+            at.append(at[-1] + n_bytes)
+        return cls(*at)
 
 
 # -- tile assignment ---------------------------------------------------------------------------

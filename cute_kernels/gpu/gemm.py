@@ -94,34 +94,37 @@ def fragment(k, slab, chunk, step, m):
 
 
 # -- activations in ----------------------------------------------------------------------------
-def ask_all(slab, base, offsets):
+def ask_all(words, base, offsets):
     for i, off in enumerate(offsets):
         for e, v in enumerate(sync.ld_words(base + off)):
-            slab[i * 4 + e] = v
+            words[i * 4 + e] = v
 
 
-def ask_missing(slab, base, offsets):
+def ask_missing(words, base, offsets):
     for i, off in enumerate(offsets):
-        words = [slab[i * 4 + e] for e in range(4)]
-        for e, v in enumerate(sync.ld_missing_words(base + off, words, sync.largest(words))):
-            slab[i * 4 + e] = v
+        mine = [words[i * 4 + e] for e in range(4)]
+        for e, v in enumerate(sync.ld_missing_words(base + off, mine, sync.largest(mine))):
+            words[i * 4 + e] = v
 
 
 @cute.jit
-def take_slab(k: cutlass.Constexpr, g: cutlass.Constexpr, slab: cute.Tensor, base: Int64):
-    """Fill a warp's A registers as the words arrive."""
-    offsets = slab_vectors(k, g)
+def take_words(
+    k: cutlass.Constexpr, words: cute.Tensor, base: Int64, offsets: cutlass.Constexpr
+):
+    """A lane's 16-byte vectors at base + offsets into registers, as the words arrive. All lanes of
+    the warp must call it."""
     polled = k.c.handoff == "words" and not k.c.phase
-    if cutlass.const_expr(polled and k.c.probe):  # one vector first: polling costs L2 bandwidth
+    if cutlass.const_expr(polled and k.c.probe and len(offsets) > 1):
+        # one vector first: polling for everything would cost L2 bandwidth
         tries, since = Int32(0), Int64(0)
         while sync.any_lane_empty(sync.largest(sync.ld_words(base + offsets[-1]))) != 0:
             tries, since = sync.overdue(tries, since)
-    ask_all(slab, base, offsets)
+    ask_all(words, base, offsets)
     if cutlass.const_expr(polled):
         tries, since = Int32(0), Int64(0)
         n = len(offsets) * 4
-        while sync.any_lane_empty(sync.largest([slab[i] for i in range(n)])) != 0:
-            ask_missing(slab, base, offsets)
+        while sync.any_lane_empty(sync.largest([words[i] for i in range(n)])) != 0:
+            ask_missing(words, base, offsets)
             tries, since = sync.overdue(tries, since)
 
 
@@ -282,6 +285,8 @@ def epilogue(
         h = v0 / (Float32(1.0) + cute.math.exp2(v0 * -1.4426950408889634, fastmath=True)) * v1
         word = bf16_pair(h, cute.arch.shuffle_sync_bfly(h, offset=2))
         put_word(k, (k.t & 1) == 0, dst, row, tile * 4 + k.t, word)
+    elif cutlass.const_expr(g.name == "qkv" and k.c.attention):
+        k.put_qkv(k, dst, row, tile * TILE + 2 * k.t, v0, v1)
     else:
         if cutlass.const_expr(g.name in ("o", "down")):
             v0, v1 = add_residual(k, own, m, v0, v1)
@@ -503,7 +508,7 @@ def run_phase(
         offset = k.warp_row * (warp_m_tiles(k) * 512) + k.lane * 16
         base = src + Int64(first_chunk * c.chunk_bytes + offset)
         for slab_pass in cutlass.range(g.passes, unroll=1):
-            take_slab(k, g, slab, base)
+            take_words(k, slab, base, slab_vectors(k, g))
             base = base + Int64(g.slab // CHUNK * c.chunk_bytes)
             if cutlass.const_expr(name == "gu" and c.phase == ""):
                 let_janitor_clear(k, layer_count)

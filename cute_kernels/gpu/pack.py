@@ -83,3 +83,55 @@ def from_fragments(a, c: Config):
         return _axes(v, (1, 0, 3, 2, 4, 5)).reshape(8, -1)
     v = a.reshape(-1, 2, c.m_tiles, 8, 4, 2, 2, 2)
     return _axes(v, (2, 6, 3, 0, 1, 4, 5, 7)).reshape(c.tile_rows, -1)
+
+
+# -- attention ---------------------------------------------------------------------------------
+def key_order() -> np.ndarray:
+    """order[i]: the head dimension at place i of a K row (head_dim 64, rotary pairs d, d + 32).
+
+    Q's columns are 0, 32, 1, 33, ...; within 16 of them, pair p of lane t's four (4 t .. 4 t + 3)
+    goes to place 8 p + 2 t, where ldmatrix hands it to the lane that holds the same part of Q.
+    """
+    column = np.arange(64)
+    dim = (column >> 1) + 32 * (column & 1)
+    t, e = (column & 15) >> 2, column & 3
+    place = (column & ~15) + (e >> 1) * 8 + 2 * t + (e & 1)
+    out = np.empty(64, np.int64)
+    out[place] = dim
+    return out
+
+
+def swizzle_rows(x):
+    """[..., rows, 64]: the 16-byte piece i of row r goes to i ^ (r & 7)."""
+    rows = np.arange(x.shape[-2]) % 8
+    pieces = np.arange(8)[None] ^ rows[:, None]  # an involution
+    index = (pieces[:, :, None] * 8 + np.arange(8)).reshape(len(rows), 64)
+    return x[..., np.arange(len(rows))[:, None], index]
+
+
+def rotary_rows(heads: int) -> np.ndarray:
+    """Row order of a projection to `heads` rotary heads of 64: 0, 32, 1, 33, ... in each."""
+    one = np.arange(64).reshape(2, 32).T.reshape(-1)
+    return (np.arange(heads)[:, None] * 64 + one).reshape(-1)
+
+
+def tail_start(position: int) -> int:
+    """c(p): keys below it are summed in blocks, from it on one by one."""
+    return 64 * (max(position - 15, 0) // 64)
+
+
+def row_table(parents: list[int], committed: int) -> np.ndarray:
+    """[16, 4] int32: position, c(p), and the row's path (its ancestors and itself, 4 bits each,
+    root first) in two words. parents[i] < i; -1 for the root."""
+    out = np.zeros((16, 4), np.uint32)
+    for i, parent in enumerate(parents):
+        path = [i]
+        while parent >= 0:
+            path.append(parent)
+            parent = parents[parent]
+        path.reverse()
+        position = committed + len(path) - 1
+        out[i, :2] = position, tail_start(position)
+        for d, row in enumerate(path):
+            out[i, 2 + d // 8] |= row << (d % 8 * 4)
+    return out.view(np.int32)

@@ -69,6 +69,35 @@ def starving(ring: cutlass.Constexpr, hungry: cutlass.Constexpr, stage: Int32, p
 
 
 @cute.jit
+def issue(
+    ring: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    at: Int64,
+    n_bytes: Int32,
+    stage: Int32,
+    parity: Int32,
+    issued: Int32,
+    landed: Int32,
+    landed_parity: Int32,
+):
+    """One copy of n_bytes into the next stage, as soon as the rules allow. Returns the state:
+    place, copies issued, and the place of the oldest copy that counts as in flight."""
+    sync.wait_parity(ring.empty + stage * 8, parity ^ 1)
+    if cutlass.const_expr(c.inflight > 0):
+        if issued >= c.inflight:
+            hold = Int32(1)
+            if cutlass.const_expr(c.hungry > 0):
+                hold = 1 - starving(ring, c.hungry, stage, parity)
+            if hold != 0:
+                sync.wait_parity(ring.full + landed * 8, landed_parity)
+            landed, landed_parity = advance(ring, landed, landed_parity)
+        issued = issued + 1
+    fetch(ring, at, n_bytes, stage)
+    stage, parity = advance(ring, stage, parity)
+    return stage, parity, issued, landed, landed_parity
+
+
+@cute.jit
 def produce(
     ring: cutlass.Constexpr,
     c: cutlass.Constexpr,
@@ -81,19 +110,10 @@ def produce(
     landed: Int32,
     landed_parity: Int32,
 ):
-    """Issue `copies` copies of n_bytes each from `at` on, one stage each. Returns the state."""
+    """`copies` copies of n_bytes each from `at` on. Returns the end and the state."""
     for i in cutlass.range(copies, unroll=1):
-        sync.wait_parity(ring.empty + stage * 8, parity ^ 1)
-        if cutlass.const_expr(c.inflight > 0):
-            if issued >= c.inflight:
-                hold = Int32(1)
-                if cutlass.const_expr(c.hungry > 0):
-                    hold = 1 - starving(ring, c.hungry, stage, parity)
-                if hold != 0:
-                    sync.wait_parity(ring.full + landed * 8, landed_parity)
-                landed, landed_parity = advance(ring, landed, landed_parity)
-            issued = issued + 1
-        fetch(ring, at, n_bytes, stage)
+        stage, parity, issued, landed, landed_parity = issue(
+            ring, c, at, n_bytes, stage, parity, issued, landed, landed_parity
+        )
         at = at + Int64(n_bytes)
-        stage, parity = advance(ring, stage, parity)
     return at, stage, parity, issued, landed, landed_parity

@@ -6,7 +6,7 @@ janitor warp sets activation words back to EMPTY.
 
 Activation buffers have COPIES = 3 copies, by layer. When a CTA's gather of gate/up in layer l has
 seen words of `o`, every CTA has finished qkv of layer l and with it every read of layer l - 1:
-the janitor clears this CTA's next words in that copy and fences. Consumers wait for that clearing
+the janitor clears this CTA's share of that copy and fences. Consumers wait for that clearing
 before they report the gather of layer l + 1, so it is ordered before every word this CTA publishes
 after that; and the copy is not awaited again before layer l + 2, by readers that have seen such
 words. The clearing has a whole layer to complete, off the critical path.
@@ -16,10 +16,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.gpu import gemm, sync
-from cute_kernels.gpu.config import COPIES, LAYER_KINDS, TILE, Buffers, Config, tile_stride
+from cute_kernels.gpu import attention, gemm, sync
+from cute_kernels.gpu.config import (
+    BLOCK_BYTES,
+    COPIES,
+    TILE,
+    Buffers,
+    Config,
+    tile_stride,
+)
 from cute_kernels.gpu.gemm import Core, plan_entry, run_phase
-from cute_kernels.gpu.ring import Ring, init_ring, produce
+from cute_kernels.gpu.ring import Ring, init_ring, issue, produce
 
 
 def carve(c: Config, base, k: Core):
@@ -33,6 +40,7 @@ def carve(c: Config, base, k: Core):
     k.inbox, k.own = where.get("inbox", base), where.get("own parts", base)
     k.squares_inbox = where.get("squares inbox", base)
     k.squares_inbox_bytes = c.split * c.k_warps * c.tile_rows * 4
+    k.attention = where.get("attention", base)
     k.factors, k.pass_sums = where.get("row factors", base), where.get("pass sums", base)
     k.ring = Ring(where["ring"], where["barriers"], c.stages, c.stage_bytes)
     k.gathered = where["barriers"] + 16 * c.stages
@@ -107,77 +115,24 @@ def store_residual(k: cutlass.Constexpr, r0: Int64, phase: Int32):
 
 # -- the janitor -------------------------------------------------------------------------------
 @cute.jit
-def clear_tile(k: cutlass.Constexpr, base: Int64, col: Int32, wide: cutlass.Constexpr):
-    """EMPTY into columns col .. col + 7 (wide) or col .. col + 3 of all rows, by one warp."""
-    c = k.c
-    ts = 2 if wide else 1
-    chunk, step, t0 = col >> 5, (col >> 4) & 1, (col >> 2) & 3
-    empty = Uint32(sync.EMPTY)
-    for i in cutlass.range_constexpr(-(-8 * ts * c.m_tiles // 32)):
-        v = k.lane + 32 * i  # row tile, g, t
-        m, lane = v // (8 * ts), (v % (8 * ts)) // ts * 4 + t0 + v % ts
-        if v < 8 * ts * c.m_tiles:
-            if cutlass.const_expr(c.half):
-                at = chunk * c.chunk_bytes + lane * 16 + step * 8
-                sync.st_words(base + Int64(at), [empty] * 2)
-            else:
-                at = chunk * c.chunk_bytes + (step * c.m_tiles + m) * 512 + lane * 16
-                sync.st_words(base + Int64(at), [empty] * 4)
-
-
-@cute.jit
-def clear_parts(k: cutlass.Constexpr, parts: Int64, first: Int32, n: Int32):
-    """EMPTY into the partial sums this CTA sends to the owners of its team's tiles."""
-    c = k.c
-    for i in cutlass.range(n, unroll=1):
-        if (i & (c.team - 1)) != k.rank:
-            for m in cutlass.range_constexpr(c.m_tiles):
-                at = (((first + i) * c.team + k.rank) * c.m_tiles + m) * 512 + k.lane * 16
-                sync.st_words(parts + Int64(at), [Uint32(sync.EMPTY)] * 4)
-
-
-@cute.jit
-def clear_copy(k: cutlass.Constexpr, act: Int64, layer: Int32):
-    """Everything this CTA will publish in `layer`, in the copy that begins at act."""
-    c = k.c
-    b = Buffers.of(c)
-    for i in cutlass.range_constexpr(len(LAYER_KINDS)):
-        g = c.gemm(LAYER_KINDS[i])
-        first, n, _, _ = plan_entry(k, layer * 4 + i)
-        stride = tile_stride(c, g.name)
-        if cutlass.const_expr(g.split > 1 and c.cluster > 1):
-            first, n = first + k.rank, (n - k.rank + g.split - 1) // g.split
-            stride = g.split
-        if cutlass.const_expr(g.name == "down" and c.team > 1 and c.cluster == 1):
-            clear_parts(k, act + b.parts, first, n)
-            first, n = first + k.rank, (n - k.rank + c.team - 1) // c.team
-            stride = c.team
-        base = act + (b.q, b.y, b.h, b.x)[i]
-        for t in cutlass.range(n, unroll=1):
-            tile = first + t * stride
-            if cutlass.const_expr(g.name == "gu"):
-                clear_tile(k, base, tile * 4, False)
-            else:
-                clear_tile(k, base, tile * TILE, True)
-
-
-@cute.jit
-def run_janitor(k: cutlass.Constexpr, act: Int64, layers: Int32, steps: Int32):
-    count, old = Int32(0), act + (COPIES - 1) * Buffers.of(k.c).bytes
-    for step in cutlass.range(steps, unroll=1):
-        for layer in cutlass.range(layers, unroll=1):
-            sync.wait_parity(k.gathered, count & 1)
-            if count > 0:  # before the first layer there is nothing to clear
-                again = layer + (COPIES - 1)
-                while again >= layers:
-                    again = again - layers
-                clear_copy(k, old, again)
-            sync.fence_gpu()
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                sync.arrive(k.cleared)
-            count = count + 1
-            old = next_copy(k, act, old)
+def run_janitor(k: cutlass.Constexpr, act: Int64, bid: Int32, layers: Int32, steps: Int32):
+    size = Buffers.of(k.c).bytes
+    share = -(-size // (16 * k.c.ctas)) * 16  # bytes of a copy that this CTA clears
+    first, count, old = bid * share, Int32(0), act + (COPIES - 1) * size
+    end = cutlass.min(first + share, size)
+    for layer in cutlass.range(layers * steps, unroll=1):
+        sync.wait_parity(k.gathered, count & 1)
+        if count > 0:  # before the first layer there is nothing to clear
+            at = first + k.lane * 16
+            while at < end:
+                sync.st_words(old + Int64(at), [Uint32(sync.EMPTY)] * 4)
+                at = at + 512
+        sync.fence_gpu()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            sync.arrive(k.cleared)
+        count = count + 1
+        old = next_copy(k, act, old)
 
 
 @cute.jit
@@ -190,6 +145,55 @@ def next_copy(k: cutlass.Constexpr, act: Int64, at: Int64):
 
 
 # -- the roles ---------------------------------------------------------------------------------
+def page_of(k, block):
+    return gemm.ptx_read(
+        "ld.global.nc.b32 {$w0}, [{$r0}];", [Int32], k.pages + Int64(block) * 4
+    )
+
+
+def block_address(k, page, layer):
+    at = (Int64(page) * k.layers + layer) * k.c.shape.kv_heads + k.kv_head
+    return k.kv_pool + at * BLOCK_BYTES
+
+
+@cute.jit
+def block_of(k: cutlass.Constexpr, n_main: Int32, i: Int32):
+    """The i-th block this CTA reads: its share of the context, then the tail; the last, beyond."""
+    block = k.split + i * k.c.splits
+    if i >= n_main:
+        block = k.tail_first + (i - n_main)
+    return cutlass.max(cutlass.min(block, k.page_count - 1), 0)
+
+
+@cute.jit
+def produce_kv(
+    k: cutlass.Constexpr,
+    layer: Int32,
+    stage: Int32,
+    parity: Int32,
+    issued: Int32,
+    landed: Int32,
+    landed_parity: Int32,
+):
+    """This CTA's committed KV blocks of a layer, then those of the tail. All lie below the
+    committed length, so they may be fetched before this step's own keys exist."""
+    c = k.c
+    if k.kv_head < c.shape.kv_heads:
+        tail = k.tail_count
+        if k.split >= 16:
+            tail = Int32(0)
+        n_main = (k.main_blocks - k.split + c.splits - 1) // c.splits
+        page = page_of(k, block_of(k, n_main, Int32(0)))
+        for i in cutlass.range(n_main + tail, unroll=1):
+            now = page
+            page = page_of(k, block_of(k, n_main, i + 1))  # one block ahead
+            stage, parity, issued, landed, landed_parity = issue(
+                k.ring, c, block_address(k, now, layer), Int32(BLOCK_BYTES),
+                stage, parity, issued, landed, landed_parity,
+            )  # fmt: skip
+    return stage, parity, issued, landed, landed_parity
+
+
 @cute.jit
 def run_producer(
     k: cutlass.Constexpr, stream: Int64, offsets: Int64, bid: Int32, layers: Int32, steps: Int32
@@ -210,6 +214,12 @@ def run_producer(
                 k.ring, k.c, at, copies, n_bytes,
                 stage, parity, issued, landed, landed_parity,
             )  # fmt: skip
+            if cutlass.const_expr(k.c.attention):
+                if (phase & 3) == 0:
+                    if phase < layers * 4:
+                        stage, parity, issued, landed, landed_parity = produce_kv(
+                            k, phase >> 2, stage, parity, issued, landed, landed_parity
+                        )
             copies, n_bytes = more, more_bytes
 
 
@@ -239,8 +249,10 @@ def run_consumers(
             stage, parity, turn, which = run_phase(
                 k, "qkv", at, x, cur + b.q, none, count, norms, stage, parity, turn, which
             )
+            if cutlass.const_expr(c.attention):
+                stage, parity = attention.run_attention(k, cur, stage, parity)
             stage, parity, turn, which = run_phase(
-                k, "o", at + 1, cur + b.q, cur + b.y, none, count, norms, stage, parity, turn, which
+                k, "o", at + 1, cur + (b.a if c.attention else b.q), cur + b.y, none, count, norms, stage, parity, turn, which
             )
             stage, parity, turn, which = run_phase(
                 k, "gu", at + 2, cur + b.y, cur + b.h, none, count, count, stage, parity, turn, which
@@ -266,13 +278,19 @@ def make_step(c: Config):
     Arguments: stream (packed weights), offsets [ctas, phases] int64, plan [ctas, phases, 4] int32,
     x0 (bf16 fragments), r0 (fp32 residual), act (COPIES x Buffers.bytes, all EMPTY at first),
     logits [rows, vocab] fp32, counter (int32 [32 + ctas], 0; with `timing` the SM of each CTA from
-    32 on), times [ctas, phases, 4] int64 ns, layers, steps.
+    32 on), times [ctas, phases, 4] int64 ns; with attention: kv pool [pages, layers, kv heads] of
+    blocks, page table int32, rope and row tables (attention.load_step_tables); then layers, steps,
+    committed positions, first position block that some row has in its tail, and the number of
+    blocks below the largest c(p).
     """
+    attended = c.attention
 
     @cute.kernel
     def kernel(
         stream: Int64, offsets: Int64, plan: Int64, x0: Int64, r0: Int64, act: Int64,
-        logits: Int64, counter: Int64, times: Int64, layers: Int32, steps: Int32,
+        logits: Int64, counter: Int64, times: Int64, kv_pool: Int64, pages: Int64, rope: Int64,
+        rows: Int64, layers: Int32, steps: Int32, committed: Int32, tail_first: Int32,
+        main_blocks: Int32,
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -287,6 +305,13 @@ def make_step(c: Config):
         k.plan = plan + Int64(bid * phases) * 16
         k.times = times + Int64(bid * phases) * 32
         k.counter = counter
+        if cutlass.const_expr(attended):
+            attention.attention_places(k, k.attention, bid)
+            k.put_qkv, k.layers = attention.put_qkv, layers
+            k.kv_pool, k.pages, k.committed = kv_pool, pages, committed
+            k.tail_first, k.main_blocks = tail_first, main_blocks
+            k.page_count = (committed + 63) >> 6
+            k.tail_count = k.page_count - tail_first
         init_barriers(k)
         if cutlass.const_expr(c.timing):
             if tid == 0:
@@ -298,10 +323,12 @@ def make_step(c: Config):
             if k.wid == c.warps:
                 run_producer(k, stream, offsets, bid, layers, steps)
             elif k.wid == c.warps + 1:
-                run_janitor(k, act, layers, steps)
+                run_janitor(k, act, bid, layers, steps)
         else:
             if cutlass.const_expr(c.setmaxnreg):
                 cute.arch.setmaxregister_increase(232)
+            if cutlass.const_expr(attended):
+                attention.load_step_tables(k, rope, rows)
             run_consumers(k, x0, r0, act, logits, layers, steps)
         if cutlass.const_expr(c.cluster > 1):
             sync.cluster_sync()
@@ -312,13 +339,16 @@ def make_step(c: Config):
     @cute.jit
     def launch(
         stream: Int64, offsets: Int64, plan: Int64, x0: Int64, r0: Int64, act: Int64,
-        logits: Int64, counter: Int64, times: Int64, layers: Int32, steps: Int32,
+        logits: Int64, counter: Int64, times: Int64, kv_pool: Int64, pages: Int64, rope: Int64,
+        rows: Int64, layers: Int32, steps: Int32, committed: Int32, tail_first: Int32,
+        main_blocks: Int32,
     ):  # fmt: skip
         kernel(
-            stream, offsets, plan, x0, r0, act, logits, counter, times, layers, steps
+            stream, offsets, plan, x0, r0, act, logits, counter, times, kv_pool, pages, rope,
+            rows, layers, steps, committed, tail_first, main_blocks,
         ).launch(
             grid=(c.ctas, 1, 1), block=(c.block, 1, 1), cluster=(c.cluster, 1, 1),
             cooperative=True, min_blocks_per_mp=1, smem=c.smem_bytes,
         )  # fmt: skip
 
-    return launch, [Int64(0)] * 9 + [Int32(0)] * 2, geometry
+    return launch, [Int64(0)] * 13 + [Int32(0)] * 5, geometry

@@ -121,6 +121,17 @@ def select(condition, a, b):
     )
 
 
+def choose(condition, a, b):
+    """The same for fp32."""
+    return ptx_read(
+        "{ .reg .pred q; setp.ne.u32 q, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, q; }",
+        [Float32],
+        Int32(condition),
+        Float32(a),
+        Float32(b),
+    )
+
+
 def larger(a, b):
     """Unsigned. `cutlass.max` of a Uint32 literal and a register compiles to the signed maximum,
     in which EMPTY is the smallest word of all."""

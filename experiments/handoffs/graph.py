@@ -44,7 +44,7 @@ class PhaseGraph(Skeleton):
                 dependent=self.dependent and i > 0,
             )
 
-    def launch(self, x: torch.Tensor, layers: int, steps: int) -> float:
+    def launch(self, x: torch.Tensor, layers: int, steps: int, context=None) -> float:
         c = self.c
         full = torch.zeros(c.tile_rows, c.shape.hidden, dtype=torch.bfloat16, device="cuda")
         full[: x.shape[0]] = x

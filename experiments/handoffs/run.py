@@ -15,9 +15,10 @@ import torch
 
 from cute_kernels.gpu.config import KINDS, Config, step_bytes
 from cute_kernels.gpu.load import Kernel
+from experiments.handoffs.context import Context, random_tree
 from experiments.handoffs.graph import PhaseGraph
 from experiments.handoffs.skeleton import Skeleton, Weights
-from experiments.handoffs.variants import GRAPHS, VARIANTS
+from experiments.handoffs.variants import CONTEXTS, GRAPHS, VARIANTS
 from experiments.provenance import provenance
 
 ROUNDS = 5
@@ -34,7 +35,11 @@ def make(folder: pathlib.Path, name: str, weights: Weights, row: dict) -> Skelet
         return PhaseGraph(kernels, c, weights)
     kernel = Kernel.read(folder / name)
     row["clusters"] = kernel.max_clusters() if c.cluster > 1 else None
-    return Skeleton(kernel, c, weights)
+    context = None
+    if name in CONTEXTS:
+        tree = random_tree(c.rows, seed=5)
+        context = Context.random(c.shape, CONTEXTS[name], tree, seed=6)
+    return Skeleton(kernel, c, weights, context)
 
 
 def run(folder: pathlib.Path, names: list[str]) -> dict:

@@ -3,11 +3,13 @@
 import gc
 from typing import Any
 
+import numpy as np
 import torch
 
 from cute_kernels.gpu import pack
 from cute_kernels.gpu.config import COPIES, LAYER_KINDS, Buffers, Config, make_plan
 from cute_kernels.gpu.load import Kernel
+from experiments.handoffs.context import Context, attend
 
 
 class Weights:
@@ -39,8 +41,11 @@ class Weights:
         return self.matrices[: 4 * layers] + self.matrices[-1:]
 
 
-def reference(weights: Weights, layers: int, rows: int) -> dict[str, torch.Tensor]:
-    """The step in fp32, rounded to bf16 where the kernel stores bf16. Keys: KINDS."""
+def reference(
+    weights: Weights, layers: int, rows: int, context: Context | None = None
+) -> dict[str, torch.Tensor]:
+    """The step in fp32, rounded to bf16 where the kernel stores bf16. Keys: KINDS; with a context
+    `qkv` is the attention output."""
     s, ws = weights.shape, weights.of(layers)
 
     def factor(v):
@@ -53,7 +58,8 @@ def reference(weights: Weights, layers: int, rows: int) -> dict[str, torch.Tenso
     residual, out = x, {}
     for i in range(layers):
         wq, wo, wg, wd = (w.float() for w in ws[4 * i : 4 * i + 4])
-        q = stored(x @ wq.T * factor(x))
+        q = x @ wq.T * factor(x)
+        q = stored(q) if context is None else attend(context, i, q)
         residual = residual + q[:, : s.heads * s.head_dim] @ wo.T
         y = stored(residual)
         gu = y @ wg.T * factor(y)
@@ -67,10 +73,15 @@ def reference(weights: Weights, layers: int, rows: int) -> dict[str, torch.Tenso
 
 def packed(weights: Weights, c: Config, layers: int) -> tuple[torch.Tensor, ...]:
     """(stream, offsets, plan) on the device."""
-    size = pack.granule(c) // 2
+    size, s = pack.granule(c) // 2, c.shape
+    rotary = pack.rotary_rows(s.heads + s.kv_heads)
+    rows = np.concatenate([rotary, np.arange(len(rotary), s.qkv)])
+    order = torch.from_numpy(rows).cuda()
     names = [*LAYER_KINDS] * layers + ["lm"]
     pieces = [
-        pack.pack_matrix(w, c, name).reshape(-1, size)
+        pack.pack_matrix(
+            w[order] if c.attention and name == "qkv" else w, c, name
+        ).reshape(-1, size)
         for name, w in zip(names, weights.of(layers), strict=True)
     ]
     index, offsets = pack.stream_index(c, layers)
@@ -85,8 +96,10 @@ def packed(weights: Weights, c: Config, layers: int) -> tuple[torch.Tensor, ...]
 class Skeleton:
     """A step kernel with its buffers and packed weights."""
 
-    def __init__(self, kernel: Kernel, c: Config, weights: Weights) -> None:
-        self.kernel, self.c, self.weights = kernel, c, weights
+    def __init__(
+        self, kernel: Kernel, c: Config, weights: Weights, context: Context | None = None
+    ) -> None:
+        self.kernel, self.c, self.weights, self.context = kernel, c, weights, context
         self.buffers = Buffers.of(c)
         self.packs: dict[int, tuple[torch.Tensor, ...]] = {}
         n = self.buffers.bytes * COPIES // 2
@@ -101,9 +114,11 @@ class Skeleton:
             self.packs[layers] = packed(self.weights, self.c, layers)
         return self.packs[layers]
 
-    def launch(self, x: torch.Tensor, layers: int, steps: int) -> float:
+    def launch(
+        self, x: torch.Tensor, layers: int, steps: int, context: Context | None = None
+    ) -> float:
         """x: [rows, hidden] bf16. Returns us of the whole launch, by events."""
-        c = self.c
+        c, context = self.c, context or self.context
         stream, offsets, plan = self.pack(layers)
         full = torch.zeros(c.tile_rows, c.shape.hidden, dtype=torch.bfloat16, device="cuda")
         full[: x.shape[0]] = x
@@ -115,11 +130,20 @@ class Skeleton:
         self.last = (layers * steps - 1) % COPIES
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         tensors = (stream, offsets, plan, x0, r0, self.act, self.logits, self.counter, self.times)
+        pointers, scalars = [t.data_ptr() for t in tensors], [0, 0, 0]
+        if context is None:
+            pointers += [0] * 4
+        else:  # the pool's layer stride is the shape's, also when fewer layers run
+            assert layers == context.shape.layers
+            pointers += [
+                t.data_ptr() for t in (context.pool, context.pages, context.rope, context.rows)
+            ]
+            scalars = context.scalars()
         torch.cuda.synchronize()
         start.record()
         self.kernel.launch(
-            [t.data_ptr() for t in tensors] + [layers, steps],
-            "q" * 9 + "ii",
+            [*pointers, layers, steps, *scalars],
+            "q" * 13 + "i" * 5,
             torch.cuda.current_stream().cuda_stream,
         )
         end.record()
@@ -130,10 +154,14 @@ class Skeleton:
         """What the last layer and the head left, fp32 [rows, columns], by phase."""
         b, size, rows = self.buffers, self.buffers.bytes // 2, self.c.rows
         copy = self.act[self.last * size : (self.last + 1) * size]
-        edges = [v // 2 for v in (b.q, b.y, b.h, b.x, b.bytes)]
-        out = {}
-        for i, name in enumerate(LAYER_KINDS):
-            flat = copy[edges[i] : edges[i + 1]]
+        first = b.a if self.c.attention else b.q
+        shape, out = self.c.shape, {}
+        places = (first, shape.heads * 64), (b.y, shape.hidden), (b.h, shape.ffn), (b.x, 0)
+        for name, (at, cols) in zip(LAYER_KINDS, places, strict=True):
+            if name == "qkv" and not self.c.attention:
+                cols = shape.qkv
+            n = (cols or shape.hidden) // 32 * self.c.chunk_bytes // 2
+            flat = copy[at // 2 : at // 2 + n]
             out[name] = pack.from_fragments(flat, self.c)[:rows].float()
         out["lm"] = self.logits.clone()
         return out
@@ -143,9 +171,9 @@ class Skeleton:
         c, w = self.c, self.weights
         rows, full = c.rows, c.shape.layers
         x, report = w.x[:rows], {}
-        for layers in sorted({1, full}):
+        for layers in [full] if c.attention else sorted({1, full}):
             self.launch(x, layers, 1)
-            want, got = reference(w, layers, rows), self.outputs()
+            want, got = reference(w, layers, rows, self.context), self.outputs()
             errors = {}
             for name in got:
                 a, b = got[name][:, : want[name].shape[1]], want[name]
@@ -156,7 +184,8 @@ class Skeleton:
         report["repeat equal"] = torch.equal(first, self.outputs()["lm"])
         gen = torch.Generator("cuda").manual_seed(rows)
         order = torch.randperm(rows, generator=gen, device="cuda")
-        self.launch(x[order], full, 1)
+        moved = self.context.permuted(order.tolist()) if self.context else None
+        self.launch(x[order], full, 1, moved)
         report["permuted rows equal"] = torch.equal(first[order], self.outputs()["lm"])
         alone = torch.zeros_like(x)
         alone[0] = x[0]

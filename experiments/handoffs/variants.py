@@ -46,6 +46,16 @@ VARIANTS: dict[str, Config] = {
     "smol-120-c4": smol(ctas=120, exchange="cluster", down_split=4),
 }
 
+# with attention: committed positions of the context
+ATTENTION = llama(ctas=128, attention=True, stages=12)
+CONTEXTS = {"llama-1k": 1024, "llama-1k-notail": 1024, "llama-64k": 65536}
+VARIANTS["llama-1k"] = VARIANTS["llama-64k"] = ATTENTION
+VARIANTS["llama-1k-notail"] = dataclasses.replace(ATTENTION, tail=False)
+VARIANTS["smol-1k"] = smol(
+    ctas=132, attention=True, splits=32, stage_bytes=16384, stages=11
+)
+CONTEXTS["smol-1k"] = 1024
+
 # graphs of phase kernels: (configuration, CTAs of one kernel that fit an SM, by phase)
 ALL, PAIR = ("qkv", "o", "gu", "down", "lm"), {"exchange": "cluster", "down_split": 2}
 GRAPHS: dict[str, tuple[Config, dict[str, int]]] = {

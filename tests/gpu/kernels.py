@@ -27,6 +27,14 @@ STEPS = {
     ),
     "step-smol-global": Config(SMALL_SMOL, ctas=128, **{**SMOL, "down_split": 4}),
 }
+ONE_LAYER = dataclasses.replace(LLAMA_1B, layers=1, vocab=16384)
+ONE_SMOL = dataclasses.replace(SMOLLM2, layers=1, vocab=4096)
+ATTENTION = {
+    "attention-llama": Config(ONE_LAYER, ctas=128, attention=True, stages=12),
+    "attention-smol": Config(
+        ONE_SMOL, attention=True, splits=32, **{**SMOL, "stage_bytes": 16384, "stages": 11}
+    ),
+}
 TURNSTILES = (2, 32, 132)
 
 
@@ -46,7 +54,7 @@ def main(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cache = folder.parent / "cache"
     artefacts = {n: build.build(n, m, "sm_90a", cache) for n, m in probe_makers().items()}
-    artefacts |= {n: build.build_step(c, cache) for n, c in STEPS.items()}
+    artefacts |= {n: build.build_step(c, cache) for n, c in (STEPS | ATTENTION).items()}
     for name, a in artefacts.items():
         (folder / f"{name}.cubin").write_bytes(a.cubin)
         (folder / f"{name}.json").write_text(json.dumps(a.manifest))
