@@ -47,17 +47,25 @@ class Attention:
             kv.k[0, page, :, offset // 16, :, offset % 16] = self.k[position]
             kv.v[0, page, :, offset] = self.v[position]
 
-    def run(self, segments: list[tuple[int, int, int]], threads: bool = False) -> np.ndarray:
-        """Rows of segments (slot, first position, rows); `[rows, heads, head_dim]`."""
+    def run(
+        self,
+        segments: list[tuple[int, int, int]],
+        threads: bool = False,
+        order: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Rows of segments (slot, first position, rows); `[rows, heads, head_dim]`.
+
+        `order` permutes the rows of the only segment, as a tree's rows do not ascend.
+        """
         step, c = self.step, CONFIG
         step.load([Segment(slot, start, [0] * rows) for slot, start, rows in segments])
-        group = c.heads // c.kv_heads
-        row = 0
-        for _, start, rows in segments:
-            for position in range(start, start + rows):
-                query = self.q[position].reshape(c.kv_heads, group, c.head_dim)
-                step.acts.q[:, row * group : (row + 1) * group] = query
-                row += 1
+        row, group = int(step.batch.count[0]), c.heads // c.kv_heads
+        if order is not None:
+            step.batch.position[:row] = step.batch.position[:row][order]
+            attention.build_attention_work(step.dims, step.batch)
+        for r in range(row):
+            query = self.q[step.batch.position[r]].reshape(c.kv_heads, group, c.head_dim)
+            step.acts.q[:, r * group : (r + 1) * group] = query
         for name in ("part_ml", "part_o", "attn", "scratch"):
             getattr(step.acts, name)[:] = np.nan
         step.phase("attend", 0, threads)
@@ -152,6 +160,20 @@ def test_a_row_has_the_same_bits_beside_other_slots(
             at = sum(rows for slot, _, rows in segments[: segments.index((1, position, 1))])
             for threads in (False, True):
                 np.testing.assert_array_equal(case.run(segments, threads)[at], row)
+
+
+@pytest.mark.parametrize("middle", [79 + PAGE, SPLIT + 79])
+@pytest.mark.parametrize("rows", [9, 40])
+def test_rows_need_not_ascend(
+    case: Attention, alone: Callable[[int], np.ndarray], rows: int, middle: int
+) -> None:
+    first = middle - rows // 2  # some rows have one block, or one part, more than others
+    wanted = np.array([alone(position) for position in range(first, first + rows)])
+    case.write(1, first + rows)
+    for seed in range(4):
+        order = np.random.default_rng(seed).permutation(rows)
+        got = case.run([(1, first, rows)], order=order)
+        np.testing.assert_array_equal(got, wanted[order])
 
 
 def test_what_unwritten_memory_holds_changes_nothing(case: Attention) -> None:
