@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import llvmlite
 import numba
-from numba.core import config
+from numba.core import config, types
 
 from host.cache import cache_home
 
@@ -67,4 +67,20 @@ def jit(function: F) -> F:
         )
     finally:
         config.CACHE_DIR = before
+    _forget_literals(compiled)
     return compiled
+
+
+def _forget_literals(compiled: Any) -> None:
+    """Make `f(0)` and `f(n)` inside compiled code call one and the same specialisation.
+
+    numba types a constant argument as a literal and compiles the callee, and all it calls, once
+    more for it: that doubled the time to compile the CPU device.
+    """
+    of_types = compiled.get_call_template
+
+    def get_call_template(args: Any, kws: Any) -> Any:
+        plain = {name: types.unliteral(kind) for name, kind in kws.items()}
+        return of_types(tuple(types.unliteral(kind) for kind in args), plain)
+
+    compiled.get_call_template = get_call_template

@@ -6,6 +6,8 @@ out, and reserves every page a request can ever touch, so nothing can run out of
 
 from __future__ import annotations
 
+import numpy as np
+
 from cute_kernels.cpu.service import (
     completion_room,
     emit_copied,
@@ -238,6 +240,6 @@ def commit(wire, sched, batch, acts):
     for i in range(batch.count[2]):
         sched.slot[batch.segment[i, 0]].kv_tokens += batch.segment[i, 2]
     for i in range(batch.count[1]):
-        s = batch.slot[batch.head_row[i]]
+        s = np.int64(batch.slot[batch.head_row[i]])
         _commit_token(wire, sched, batch, s, acts.token[i], acts.logprob[i])
     sched.count[_STEP] += 1

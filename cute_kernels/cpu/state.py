@@ -8,7 +8,7 @@ outputs of one k and a tile is one contiguous stream.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,9 +59,7 @@ class Kv(NamedTuple):
 class Batch(NamedTuple):
     """The rows of one step, written by the scheduler before the first phase."""
 
-    count: (
-        np.ndarray
-    )  # int64: [0] rows, [1] head rows, [2] segments, [3] attention items, [4] parts
+    count: Any  # [8] int64: rows, head rows, segments, attention items, parts
     token: np.ndarray  # [R] int32
     slot: np.ndarray  # [R] int32
     position: np.ndarray  # [R] int32, absolute; also the KV position the row's key and value go to
