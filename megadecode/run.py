@@ -35,9 +35,15 @@ def run(
     global _kept
     with _lock:
         if _kept is None or _kept[0] != key:
-            if _kept is not None:
-                _kept[1].close()
-                _kept = None
+            _close_kept()
             _kept = (key, Engine(model, ctx, slots=4, device=device))
         request = _kept[1].submit(prompt, params, chat=chat)
     return request.result()
+
+
+def _close_kept() -> None:
+    """End the engine that `run` keeps, if there is one."""
+    global _kept
+    if _kept is not None:
+        _kept[1].close()
+        _kept = None
