@@ -44,7 +44,11 @@ class Work(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Weight and KV elements read, activation elements moved, floating-point operations."""
+    """Weight and KV elements read, activation elements moved, floating-point operations.
+
+    Weights are read once however many rows there are; the rest grows in proportion to the work, so
+    that the cost of many steps is the cost of their summed work, the weights counted once a run.
+    """
 
     weights: int
     kv: int
@@ -92,7 +96,7 @@ def _nothing(s: Shape, w: Work) -> Cost:
 PHASES: tuple[Phase, ...] = (
     Phase(
         "embed", "target", False, ("w.head",), ("x",), "all",
-        lambda s, w: Cost(w.rows * s.hidden, 0, w.rows * s.hidden, 0),
+        lambda s, w: Cost(0, 0, 2 * w.rows * s.hidden, 0),
         "gather the rows' token embeddings into the residual stream",
     ),
     Phase(
@@ -124,7 +128,7 @@ PHASES: tuple[Phase, ...] = (
     ),
     Phase(
         "head", "head", False, ("x", "w.final_norm", "w.head"), ("logits",), "all",
-        lambda s, w: _gemm(w.head_rows, s.hidden, s.vocab if w.head_rows else 0),
+        lambda s, w: _gemm(w.head_rows, s.hidden, s.vocab),
         "final RMSNorm and logits of the rows that need them",
     ),
     Phase(

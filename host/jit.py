@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import llvmlite
 import numba
-from numba.core import config, types
+from numba.core import config
+from numba.core.types.misc import unliteral
 
 from host.cache import cache_home
 
@@ -80,7 +81,7 @@ def _forget_literals(compiled: Any) -> None:
     of_types = compiled.get_call_template
 
     def get_call_template(args: Any, kws: Any) -> Any:
-        plain = {name: types.unliteral(kind) for name, kind in kws.items()}
-        return of_types(tuple(types.unliteral(kind) for kind in args), plain)
+        plain = {name: unliteral(kind) for name, kind in kws.items()}
+        return of_types(tuple(unliteral(kind) for kind in args), plain)
 
     compiled.get_call_template = get_call_template

@@ -32,11 +32,13 @@ def run(
     weights: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Time per phase, afterwards.")] = False,
     as_json: Json = False,
 ) -> None:
     """Answer one prompt, streaming."""
     from megadecode.engine import Engine
     from megadecode.sampling import SamplingParams
+    from megadecode.trace import table
 
     text = sys.stdin.read() if prompt == "-" else prompt
     notes = Console(stderr=True)
@@ -51,6 +53,7 @@ def run(
                 sys.stdout.flush()
             sys.stdout.write("\n")
         result = request.result()
+        figures = engine.trace()
     if as_json:
         sys.stdout.write(json.dumps(asdict(result), ensure_ascii=False) + "\n")
     else:
@@ -60,6 +63,8 @@ def run(
             f"{s.host_round_trips} host round trip{'s' * (s.host_round_trips != 1)}, "
             f"finish: {result.finish_reason}[/dim]"
         )
+    if trace:
+        notes.print(table(figures), highlight=False)
     if result.error:
         raise typer.Exit(_fail(result.error))
 

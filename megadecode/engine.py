@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from cute_kernels.plan import Shape
 from host.ring import read_word
 from host.wire import Word
 from megadecode.config import ModelConfig
@@ -31,6 +32,7 @@ from megadecode.errors import DeviceUnavailable, ParameterError, PromptError
 from megadecode.models.tokenizer import Tokenizer
 from megadecode.request import Chunk, Request
 from megadecode.sampling import SamplingParams
+from megadecode.trace import PhaseFigures, phase_figures
 
 PAGE = 64
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | np.ndarray
@@ -112,6 +114,7 @@ class Engine(AbstractContextManager["Engine"]):
         _check_device(device)
         if weights not in WEIGHT_TYPES:
             raise ParameterError(f"weights is {weights!r}; choose {' or '.join(WEIGHT_TYPES)}")
+        self.weights = weights
         if workers is None:
             workers = default_workers()
         workers = _size("workers", workers, 1, MAX_WORKERS)
@@ -236,6 +239,16 @@ class Engine(AbstractContextManager["Engine"]):
             pauses=word(Word.PAUSES, 0),
             launches=self._link.launches,
         )
+
+    def trace(self, *, reset: bool = False) -> list[PhaseFigures]:
+        """Time per phase since the start or the last reset, against bytes read and operations."""
+        parts = self._parts
+        figures = phase_figures(
+            parts.trace.copy(), Shape(*parts.dims), 2 if self.weights == "bf16" else 4
+        )
+        if reset:
+            parts.trace[:] = 0
+        return figures
 
     def ping(self, timeout: float = 5.0) -> float:
         """Seconds until the device has answered a no-op request."""

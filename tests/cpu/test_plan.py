@@ -43,10 +43,10 @@ def test_what_a_phase_reads_has_been_written_before_it():
 
 
 def test_weight_count_is_the_models():
-    """A step with one head row reads every matrix once, and of the embedding one row."""
+    """A step with one head row reads every matrix once; the gathered row is no weight stream."""
     shapes = tensor_shapes(CONFIG)
     matrices = sum(int(np.prod(s)) for n, s in shapes.items() if len(s) == 2 and n != "embed")
-    assert total(Work(1, 1, 1, 1)).weights == matrices + CONFIG.hidden
+    assert total(Work(1, 1, 1, 1)).weights == matrices
 
 
 def test_flops_are_two_per_weight_and_row_plus_attention():
@@ -78,3 +78,19 @@ def test_the_loop_runs_what_is_declared_and_counts_it():
         assert prefill[number, 4] == 130 * 131 // 2 * CONFIG.layers
         assert (decode[:, 1] > 0).all()
         assert len(tokens) == 10
+
+
+def test_trace_report_names_every_phase_and_its_rates():
+    with tiny_engine(slots=1) as engine:
+        greedy(engine, prompt(70), 3)
+        engine.trace(reset=True)
+        greedy(engine, prompt(200), 12)
+        figures = engine.trace()
+    assert [f.phase for f in figures if f.kind == "decode"] == [p.name for p in PHASES]
+    for kind in ("decode", "prefill"):
+        assert abs(sum(f.share for f in figures if f.kind == kind) - 1) < 1e-9
+    down = next(f for f in figures if (f.kind, f.phase) == ("decode", "down"))
+    assert down.runs == 11 * CONFIG.layers
+    bytes_read = CONFIG.ffn * CONFIG.hidden * 4
+    assert abs(down.gb_s - bytes_read / (down.us * 1e3)) < 1e-6 * down.gb_s
+    assert abs(down.gflop_s - bytes_read / 2 / (down.us * 1e3)) < 1e-6 * down.gflop_s

@@ -1,0 +1,67 @@
+"""Where a step's time goes: per phase, against the bytes and operations its declaration names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cute_kernels.plan import PHASES, Shape, Work
+
+KINDS = ("decode", "prefill")
+"""Steps of decode rows only, and steps with a chunk of prefill beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseFigures:
+    """One phase over all steps of one kind.
+
+    `us` is the mean time of one run, from the end of the phase before it to the last worker's
+    arrival; `share` its part of the steps' time; `gb_s` and `gflop_s` what that time makes of the
+    weights and KV it must read once and of its operations.
+    """
+
+    kind: str
+    phase: str
+    runs: int
+    us: float
+    share: float
+    gb_s: float
+    gflop_s: float
+
+
+def phase_figures(trace: np.ndarray, shape: Shape, weight_bytes: int) -> list[PhaseFigures]:
+    """From the loop's counters, `[2, phases, columns]` (see `loop.make_trace`).
+
+    `weight_bytes` is the size of one weight; keys and values are fp32.
+    """
+    figures = []
+    for kind, table in zip(KINDS, trace):
+        total_ns = int(table[:, 1].sum())
+        for phase, (runs, ns, rows, head_rows, keys, reads) in zip(PHASES, table.tolist()):
+            if not runs:
+                continue
+            cost = phase.cost(shape, Work(rows, head_rows, keys, reads))
+            read = cost.weights * runs * weight_bytes + cost.kv * 4
+            figures.append(
+                PhaseFigures(
+                    kind, phase.name, runs, ns / runs / 1e3, ns / total_ns, read / ns,
+                    cost.flops / ns,
+                )
+            )  # fmt: skip
+    return figures
+
+
+def table(figures: Sequence[PhaseFigures]) -> str:
+    """The figures as aligned text, one line a phase."""
+    lines = [
+        f"{'step':8s} {'phase':9s} {'runs':>8s} {'us/run':>9s} {'share':>6s} "
+        f"{'GB/s':>7s} {'GFLOP/s':>8s}"
+    ]
+    lines += [
+        f"{f.kind:8s} {f.phase:9s} {f.runs:8d} {f.us:9.1f} {f.share:6.1%} "
+        f"{f.gb_s:7.1f} {f.gflop_s:8.1f}"
+        for f in figures
+    ]
+    return "\n".join(lines)
