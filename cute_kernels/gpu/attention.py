@@ -2,20 +2,23 @@
 
 A row at position p sums its keys in one order whatever the tree, the batch or the committed length:
 keys below c(p) = 64 floor(max(p - 15, 0) / 64) in absolute blocks of 64, block b by split
-b mod `splits`, a split's blocks ascending, splits merged ascending; then keys c(p) .. p along the
+b mod `splits`, a split's blocks ascending (their two halves apart), then the splits; then keys c(p) .. p along the
 row's own path, one by one in position order, in fp32. Blocks beyond a row's c(p) are an exact
 identity for it.
 
-CTA (kv head, split) multiplies its blocks for all heads of the kv head: warp (head, half of the
-keys), mma.sync m16n8k16 with the 16 rows on the m side. It publishes (sums, maximum, denominator)
-as words, then does the tail of row `split` for its kv head while other splits' words arrive, and
-merges them. KV blocks come through the weight ring; keys of the step's own rows come as words from
-the qkv phase.
+CTA (kv head, split) multiplies its blocks for all heads of the kv head: warp (head, half) takes 32
+keys of every block, mma.sync m16n8k16 with the 16 rows on the m side. Half 0 adds both halves,
+publishes (sums, maximum, denominator) as words and waits for the other splits' words of row
+`split`; meanwhile half 1 does that row's tail. KV blocks come through the weight ring; keys of the
+step's own rows come as words from the qkv phase.
 
 A page holds 64 positions; a block is one (page, layer, kv head): 64 rows of K, then of V, 128 bytes
 each. In a row the 16-byte piece i lies at i ^ (row & 7), so ldmatrix has no bank conflicts. K rows
 keep head dimensions in the order of `key_order`: the halves of a rotary pair side by side, and
 within 16 values the order in which lanes hold the A fragments of Q.
+
+At short contexts every instruction here runs once a layer, behind phases whose code has pushed it
+out of the instruction cache: the code is kept small (loops stay loops, lanes share the merge).
 """
 
 import cutlass
@@ -29,6 +32,7 @@ from cute_kernels.gpu.ring import advance
 from cute_kernels.gpu.sync import ptx_read
 
 NEG_INF = -float("inf")
+TAIL_STEP = 16  # tail keys whose loads are in flight together
 
 
 # -- results of qkv ----------------------------------------------------------------------------
@@ -87,16 +91,15 @@ def quad_sum(v):
     return v + cute.arch.shuffle_sync_bfly(v, offset=2)
 
 
-def block_scores(k, q, base, half):
-    """S = Q K^T of 16 rows and this warp's 32 keys: 4 tiles of 8 keys; and the registers read."""
+def block_scores(k, q, base):
+    """S = Q K^T of 16 rows and 32 keys: 4 tiles of 8 keys; and the registers read."""
     i = k.lane
+    lanes = [base + (i & 7) * 128 + (((4 * pair + (i >> 3)) ^ (i & 7)) << 4) for pair in range(2)]
     loaded, tiles = [], []
     for j in range(4):
-        key = half * 32 + 8 * j + (i & 7)
         s = [Float32(0.0)] * 4
         for pair in range(2):
-            piece = 4 * pair + (i >> 3)
-            b = ldmatrix(base + key * 128 + ((piece ^ (key & 7)) << 4), False)
+            b = ldmatrix(lanes[pair] + j * 1024, False)
             loaded += b
             for e in range(2):
                 at = (pair * 2 + e) * 4
@@ -105,16 +108,15 @@ def block_scores(k, q, base, half):
     return tiles, loaded
 
 
-def block_values(k, o, probabilities, base, half):
+def block_values(k, o, probabilities, base):
     """O += P V; o: flat [8 tiles of 8 dimensions x 4]. Returns the registers read."""
     i, loaded = k.lane, []
+    lanes = [base + (i & 15) * 128 + (((n + (i >> 4)) ^ (i & 7)) << 4) for n in range(0, 8, 2)]
     for u in range(2):
         p = probabilities[2 * u], probabilities[2 * u + 1]
         a = [bf16_pair(p[e >> 1][2 * (e & 1)], p[e >> 1][2 * (e & 1) + 1]) for e in range(4)]
-        key = half * 32 + 16 * u + (i & 7) + 8 * ((i >> 3) & 1)
         for n in range(0, 8, 2):
-            piece = n + (i >> 4)
-            b = ldmatrix(base + key * 128 + ((piece ^ (key & 7)) << 4), True)
+            b = ldmatrix(lanes[n // 2] + u * 2048, True)
             loaded += b
             for e in range(2):
                 at = (n + e) * 4
@@ -125,21 +127,21 @@ def block_values(k, o, probabilities, base, half):
 
 
 def softmax_block(k, tiles, valid, m, den, o, scale):
-    """One online-softmax step for both row halves; returns the probabilities by tile."""
+    """One online-softmax step for both row halves; returns the probabilities by tile. m is in
+    units of scaled scores. A row the block is not for gets probabilities 2^-inf = 0, factor 1."""
     p = [[None] * 4 for _ in range(4)]
     for h in range(2):
-        s = [sync.choose(valid[h], tiles[j][2 * h + e] * scale, NEG_INF)
-             for j in range(4) for e in range(2)]  # fmt: skip
+        s = [tiles[j][2 * h + e] for j in range(4) for e in range(2)]
         top = s[0]
         for v in s[1:]:
             top = cutlass.max(top, v)
-        new = cutlass.max(m[h], quad_max(top))
-        safe = sync.choose(new > NEG_INF, new, 0.0)
-        alpha = exp2(m[h] - safe)
+        new = cutlass.max(m[h], sync.choose(valid[h], quad_max(top) * scale, NEG_INF))
+        alpha = exp2(sync.choose(new > NEG_INF, m[h] - new, 0.0))
+        off = sync.choose(valid[h], new, -NEG_INF)
         total = Float32(0.0)
         for j in range(4):
             for e in range(2):
-                v = exp2(s[j * 2 + e] - safe)
+                v = exp2(s[j * 2 + e] * scale - off)
                 p[j][2 * h + e] = v
                 total = total + v
         m[h] = new
@@ -194,133 +196,258 @@ def publish_stats(k: cutlass.Constexpr, head: Int32, top: Float32, den: Float32,
 
 # -- the tail: one row, key by key -------------------------------------------------------------
 @cute.jit
-def key_row(k: cutlass.Constexpr, i: Int32, first: Int32, committed: Int32,
-            path0: Uint32, path1: Uint32, tail: Int32, tail_bytes: cutlass.Constexpr):  # fmt: skip
-    """(shared address of the K row, row number, distance to V) of tail key i."""
+def key_row(k: cutlass.Constexpr, i: Int32, first: Int32, path0: Uint32, path1: Uint32,
+            tail: Int32):  # fmt: skip
+    """(shared address of the K row, of the V row) of tail key i. The buffers are aligned so that
+    bits 7 to 9 of an address are the row number's low bits, which the swizzle needs."""
     pos = first + i
-    row, at, apart = pos & 63, Int32(0), Int32(PAGE * 128)
-    if pos < committed:
-        stage = tail + ((pos >> 6) - k.tail_first)
-        if stage >= k.ring.n:
-            stage = stage - k.ring.n
-        at = k.ring.base + stage * tail_bytes
-    else:
-        d = pos - committed
+    stage = tail + ((pos >> 6) - k.tail_first)
+    if stage >= k.ring.n:
+        stage = stage - k.ring.n
+    at = k.ring.base + stage * k.ring.stage_bytes + (pos & 63) * 128
+    apart = Int32(PAGE * 128)
+    if pos >= k.committed:
+        d = pos - k.committed
         path = path0
         if d >= 8:
             path = path1
-        row = Int32((path >> Uint32((d & 7) * 4)) & Uint32(15))
-        at = k.attn_new
+        at = k.attn_new + Int32((path >> Uint32((d & 7) * 4)) & Uint32(15)) * 128
         apart = Int32(16 * 128)
-    return at + row * 128, row, apart
+    return at, at + apart
+
+
+def dot_row(k, head, at):
+    """One key's 64 products in one order."""
+    total = Float32(0.0)
+    for piece in range(8):
+        words = sync.lds_words(at + ((piece << 4) ^ ((at >> 3) & 0x70)))
+        q = []
+        for part in range(2):
+            q += sync.lds_quad(k.attn_q + (head * 64 + piece * 8 + part * 4) * 4)
+        for e in range(4):
+            lo, hi = unpack_pair(words[e])
+            total = hi * q[2 * e + 1] + (lo * q[2 * e] + total)
+    return total
 
 
 @cute.jit
-def tail_scores(k: cutlass.Constexpr, head: Int32, n: Int32, first: Int32, committed: Int32,
-                path0: Uint32, path1: Uint32, tail: Int32, scale: cutlass.Constexpr):  # fmt: skip
-    """Lane-parallel scores of the row's tail keys; returns their maximum; probabilities (fp32) go
-    to shared memory. Each score has one order of 64 products."""
+def tail_scores(k: cutlass.Constexpr, head: Int32, n: Int32, first: Int32, path0: Uint32,
+                path1: Uint32, tail: Int32, scale: cutlass.Constexpr):  # fmt: skip
+    """Lane-parallel scores of the row's tail keys; returns their maximum. (probability fp32,
+    address of the V row) of every key go to shared memory; beyond n the probability is 0 and the
+    row a readable one, so that the sums below may run over whole groups of keys."""
     top = Float32(NEG_INF)
-    scores = cute.make_rmem_tensor(cute.make_layout(TAIL_KEYS // 32), Float32)
-    for r in cutlass.range_constexpr(TAIL_KEYS // 32):
+    at = k.attn_p + (head * TAIL_KEYS + k.lane) * 8
+    rounds = (n + 31) >> 5
+    for r in cutlass.range(rounds, unroll=1):
         i = k.lane + 32 * r
-        score = Float32(NEG_INF)
-        if i < n:
-            at, row, _ = key_row(
-                k, i, first, committed, path0, path1, tail, k.ring.stage_bytes
-            )
-            total = Float32(0.0)
-            for piece in cutlass.range_constexpr(8):
-                words = sync.lds_words(at + ((piece ^ (row & 7)) << 4))
-                for e in cutlass.range_constexpr(4):
-                    lo, hi = unpack_pair(words[e])
-                    q0, q1 = sync.lds_pair(k.attn_q + (head * 64 + piece * 8 + e * 2) * 4)
-                    total = total + lo * q0
-                    total = total + hi * q1
-            score = total * scale
-        scores[r] = score
+        key, value_row = key_row(k, cutlass.min(i, n - 1), first, path0, path1, tail)
+        score = sync.choose(i < n, dot_row(k, head, key) * scale, NEG_INF)
+        sync.sts_pair(at + 256 * r, score, sync.as_float(value_row))
         top = cutlass.max(top, score)
     for shift in cutlass.range_constexpr(5):
         top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift))
-    for r in cutlass.range_constexpr(TAIL_KEYS // 32):
-        sync.sts(k.attn_p + (head * TAIL_KEYS + k.lane + 32 * r) * 4, exp2(scores[r] - top))
+    for r in cutlass.range(rounds, unroll=1):
+        sync.sts(at + 256 * r, exp2(sync.lds(at + 256 * r) - top))
     cute.arch.sync_warp()
     return top
 
 
-@cute.jit
-def tail_values(k: cutlass.Constexpr, head: Int32, n: Int32, first: Int32, committed: Int32,
-                path0: Uint32, path1: Uint32, tail: Int32):  # fmt: skip
-    """Sums over the tail in position order; this lane's dimensions 2 lane, 2 lane + 1."""
-    den, o0, o1 = Float32(0.0), Float32(0.0), Float32(0.0)
-    for i in cutlass.range(n, unroll=4):
-        at, row, apart = key_row(k, i, first, committed, path0, path1, tail, k.ring.stage_bytes)
-        word = sync.ptx_read(
-            "ld.shared.b32 {$w0}, [{$r0}];",
-            [Uint32],
-            at + apart + (((k.lane >> 2) ^ (row & 7)) << 4) + (k.lane & 3) * 4,
-        )
-        p = sync.lds(k.attn_p + (head * TAIL_KEYS + i) * 4)
+def add_values(k, at, den, o0, o1):
+    """TAIL_STEP keys, one by one; loads first, so that their latencies overlap."""
+    pairs = [sync.lds_pair(at + 8 * i) for i in range(TAIL_STEP)]
+    words = []
+    for _, row in pairs:
+        row = sync.as_int(row)
+        words.append(sync.lds_word(
+            row + (((k.lane >> 2) << 4) ^ ((row >> 3) & 0x70)) + (k.lane & 3) * 4
+        ))  # fmt: skip
+    for (p, _), word in zip(pairs, words, strict=True):
         lo, hi = unpack_pair(word)
         den, o0, o1 = den + p, o0 + p * lo, o1 + p * hi
     return den, o0, o1
 
 
 @cute.jit
-def stage_query(k: cutlass.Constexpr, head: Int32, row: Int32, q: Int64):
-    """One row of Q as fp32 in K's order (its words have been seen by this warp)."""
-    col = k.lane * 2
-    slot = ((row & 7) * 4 + ((col >> 2) & 3)) * 4 + ((col >> 4) & 1) * 128
-    slot = slot + ((col >> 1) & 1) * 2 + (row >> 3)
-    word = sync.ld_word(q + Int64((col >> 5) * 1024 + slot * 4))
-    lo, hi = unpack_pair(word)
-    sync.sts_pair(k.attn_q + (head * 64 + key_word(k.lane) * 2) * 4, lo, hi)
+def tail_values(k: cutlass.Constexpr, head: Int32, n: Int32):
+    """Sums over the tail in position order; this lane's dimensions 2 lane, 2 lane + 1."""
+    den, o0, o1 = Float32(0.0), Float32(0.0), Float32(0.0)
+    at = k.attn_p + head * TAIL_KEYS * 8
+    for _ in cutlass.range((n + TAIL_STEP - 1) // TAIL_STEP, unroll=1):
+        den, o0, o1 = add_values(k, at, den, o0, o1)
+        at = at + TAIL_STEP * 8
+    return den, o0, o1
+
+
+@cute.jit
+def stage_query(k: cutlass.Constexpr, head: Int32, row: Int32, q: cute.Tensor):
+    """One row of Q, from the A fragments, as fp32 in K's order."""
+    if (k.lane >> 2) == (row & 7):
+        for v in cutlass.range_constexpr(4):  # k16 step
+            for pair in cutlass.range_constexpr(2):
+                low, high = q[v * 4 + pair * 2], q[v * 4 + pair * 2 + 1]
+                lo, hi = unpack_pair(sync.select(row >= 8, high, low))
+                place = v * 16 + pair * 8 + 2 * (k.lane & 3)
+                sync.sts_pair(k.attn_q + (head * 64 + place) * 4, lo, hi)
     cute.arch.sync_warp()
 
 
 @cute.jit
-def take_new_rows(k: cutlass.Constexpr, kv: Int64):
-    """This step's own K and V rows of the kv head, into shared memory as they arrive."""
-    i = k.tid
-    while i < 16 * 256 // 16:
-        words = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
-        take_words(k, words, kv + Int64(i * 16), (0,))
-        for_copy = [words[0], words[1], words[2], words[3]]
-        sync.ptx_do(
-            "st.shared.v4.b32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};", k.attn_new + i * 16, *for_copy
-        )
-        i = i + k.c.warps * 32
+def run_tail(k: cutlass.Constexpr, head: Int32, q: cute.Tensor, stage: Int32, parity: Int32,
+             scale: cutlass.Constexpr):  # fmt: skip
+    """The tail of row `split`; leaves (maximum, denominator) and 64 sums for the merging warp.
+    Returns a word that depends on everything read from the ring."""
+    tail = stage
+    for i in cutlass.range(k.tail_count, unroll=1):
+        sync.wait_parity(k.ring.full + stage * 8, parity)
+        stage, parity = advance(k.ring, stage, parity)
+    pos, first, path0, path1 = ptx_read(
+        "ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
+        [Int32, Int32, Uint32, Uint32],
+        k.attn_rows + k.split * 16,
+    )
+    stage_query(k, head, k.split, q)
+    n = pos - first + 1
+    if cutlass.const_expr(not k.c.tail):
+        n = Int32(1)
+    top = tail_scores(k, head, n, first, path0, path1, tail, scale)
+    den, o0, o1 = tail_values(k, head, n)
+    sync.sts_pair(k.attn_q + (head * 64 + 2 * k.lane) * 4, o0, o1)  # Q's place: it has been read
+    if k.lane == 0:
+        sync.sts_pair(k.attn_p + head * TAIL_KEYS * 8, top, den)
+    return sync.as_bits(o0) | sync.as_bits(o1) | sync.as_bits(top)
 
 
-def ask_merge(k, u, base, lane_at, head):
-    """One round of loads of all splits' sums and statistics; returns the largest word."""
-    c, worst = k.c, None
-    for s in range(c.splits):
-        at = base + Int64(s * c.part_bytes)
-        u[4 * s], u[4 * s + 1] = sync.ld_pair_words(at + Int64(lane_at))
-        u[4 * s + 2], u[4 * s + 3] = sync.ld_pair_words(at + Int64(c.group_heads * 256 + head * 8))
-    for i in range(4 * c.splits):
-        worst = u[i] if worst is None else sync.larger(worst, u[i])
-    return worst
+@cute.jit
+def take_new_rows(k: cutlass.Constexpr, kv: Int64, q: cute.Tensor, q_at: Int64):
+    """This warp's Q fragments, and this step's K and V rows of the kv head into shared memory, in
+    one wait: both come from the qkv phase."""
+    threads, vectors = k.c.warps * 32, 16 * 256 // 16
+    rounds = -(-vectors // threads)
+    new = cute.make_rmem_tensor(cute.make_layout(4 * (4 + rounds)), Uint32)
+    addresses = [q_at + off for off in (0, 512, 1024, 1536)]
+    for r in cutlass.range_constexpr(rounds):
+        addresses.append(kv + Int64(cutlass.min(k.tid + r * threads, vectors - 1) * 16))
+    take_words(k, new, addresses)
+    for i in cutlass.range_constexpr(16):
+        q[i] = new[i]
+    for r in cutlass.range_constexpr(rounds):
+        if k.tid + r * threads < vectors:
+            words = [new[16 + 4 * r], new[17 + 4 * r], new[18 + 4 * r], new[19 + 4 * r]]
+            sync.sts_words(k.attn_new + (k.tid + r * threads) * 16, words)
 
 
-def merge_order(k, u, top_tail, den_tail, o_tail):
-    """Splits ascending, then the tail."""
-    top = top_tail
-    for s in range(k.c.splits):
-        top = cutlass.max(top, sync.as_float(u[4 * s + 2]))
-    den, o0, o1 = Float32(0.0), Float32(0.0), Float32(0.0)
-    for s in range(k.c.splits):
-        e = exp2(sync.as_float(u[4 * s + 2]) - top)
-        den = den + sync.as_float(u[4 * s + 3]) * e
-        o0 = o0 + sync.as_float(u[4 * s]) * e
-        o1 = o1 + sync.as_float(u[4 * s + 1]) * e
-    e = exp2(top_tail - top)
-    den = den + den_tail * e
-    return (o0 + o_tail[0] * e) / den, (o1 + o_tail[1] * e) / den
+# -- merging -----------------------------------------------------------------------------------
+def ask_merge(k, u, sums_at, stats_at):
+    """One round of loads; returns the largest word. A lane has 4 dimensions of every second split,
+    and the statistics of one."""
+    n = k.c.splits // 2
+    for i in range(n):
+        for e, v in enumerate(sync.ld_words(sums_at + Int64(2 * i * k.c.part_bytes))):
+            u[4 * i + e] = v
+    u[4 * n], u[4 * n + 1] = sync.ld_pair_words(stats_at)
+    return sync.largest([u[i] for i in range(4 * n + 2)])
+
+
+def merge_splits(k, u, top_tail, den_tail, tail_at):
+    """Even splits and odd splits ascending, then the two, then the tail; this lane's 4 outputs."""
+    n, top = k.c.splits // 2, sync.as_float(u[2 * k.c.splits])
+    den = sync.as_float(u[2 * k.c.splits + 1])
+    for shift in range(5):
+        top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift))
+    top = cutlass.max(top, top_tail)
+    e = exp2(sync.as_float(u[2 * k.c.splits]) - top)
+    den = sync.choose(k.lane < k.c.splits, den * e, 0.0)
+    for shift in range(5):
+        den = den + cute.arch.shuffle_sync_bfly(den, offset=1 << shift)
+    e_tail = exp2(top_tail - top)
+    den = den + den_tail * e_tail
+    o = [Float32(0.0)] * 4
+    for i in range(n):
+        factor = cute.arch.shuffle_sync(e, 2 * i + (k.lane >> 4))
+        for d in range(4):
+            o[d] = o[d] + sync.as_float(u[4 * i + d]) * factor
+    o_tail, inverse = sync.lds_quad(tail_at), 1.0 / den
+    for d in range(4):
+        other = cute.arch.shuffle_sync_bfly(o[d], offset=16)
+        even, odd = sync.choose(k.lane < 16, o[d], other), sync.choose(k.lane < 16, other, o[d])
+        o[d] = (even + odd + o_tail[d] * e_tail) * inverse
+    return o
 
 
 # -- the phase ---------------------------------------------------------------------------------
+STAMPS = 8
+
+
+@cute.jit
+def stamp(k: cutlass.Constexpr, slot: cutlass.Constexpr):
+    """With `timing`: the time at which the first thread of half 0 and of half 1 came here."""
+    if cutlass.const_expr(k.c.timing):
+        other = k.c.group_heads * 32
+        if (k.tid == 0) | (k.tid == other):
+            at = k.stamps + Int64((k.tid // other * STAMPS + slot) * 8)
+            sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.globaltimer()))
+
+
+@cute.jit
+def run_blocks(k: cutlass.Constexpr, q: cute.Tensor, m: cute.Tensor, den: cute.Tensor,
+               o: cute.Tensor, half: Int32, stage: Int32, parity: Int32,
+               scale: cutlass.Constexpr):  # fmt: skip
+    """32 keys of every block of this CTA."""
+    limit0 = sync.lds_int(k.attn_rows + (k.lane >> 2) * 16 + 4)
+    limit1 = sync.lds_int(k.attn_rows + (k.lane >> 2) * 16 + 8 * 16 + 4)
+    block, lower = k.split, half * (32 * 128)
+    while block < k.main_blocks:
+        sync.wait_parity(k.ring.full + stage * 8, parity)
+        base = k.ring.base + stage * k.ring.stage_bytes + lower
+        tiles, seen = block_scores(k, q, base)
+        valid = [block * PAGE < limit0, block * PAGE < limit1]
+        p = softmax_block(k, tiles, valid, m, den, o, scale)
+        seen = seen + block_values(k, o, p, base + PAGE * 128)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            sync.release_after(k.ring.empty + stage * 8, seen, k.zero)
+        stage, parity = advance(k.ring, stage, parity)
+        block = block + k.c.splits
+    den[0], den[1] = quad_sum(den[0]), quad_sum(den[1])
+    return stage, parity
+
+
+@cute.jit
+def merge_row(k: cutlass.Constexpr, head: Int32, cur: Int64):
+    """Wait for all splits' words of row `split`, then for the tail; publish the output row."""
+    c, b = k.c, Buffers.of(k.c)
+    u = cute.make_rmem_tensor(cute.make_layout(2 * c.splits + 2), Uint32)
+    base = cur + b.part + Int64((k.kv_head * 16 + k.split) * (c.splits * c.part_bytes))
+    dim = (k.lane & 15) * 4
+    sums_at = base + Int64((k.lane >> 4) * c.part_bytes + (head * 64 + dim) * 4)
+    split = cutlass.min(k.lane, c.splits - 1)
+    stats_at = base + Int64(split * c.part_bytes + c.group_heads * 256 + head * 8)
+    tries, since = Int32(0), Int64(0)
+    while sync.any_lane_empty(ask_merge(k, u, sums_at, stats_at)) != 0:
+        tries, since = sync.overdue(tries, since)
+    stamp(k, 5)
+    sync.consumer_sync(c.warps * 32)  # the tail is done
+    stamp(k, 6)
+    top, den = sync.lds_pair(k.attn_p + head * TAIL_KEYS * 8)
+    o = merge_splits(k, u, top, den, k.attn_q + (head * 64 + dim) * 4)
+    col = (k.kv_head * c.group_heads + head) * 64 + dim
+    put_word(k, k.lane < 16, cur + b.a, k.split, col, bf16_pair(o[0], o[1]))
+    put_word(k, k.lane < 16, cur + b.a, k.split, col + 2, bf16_pair(o[2], o[3]))
+    stamp(k, 7)
+
+
+@cute.jit
+def release_tail(k: cutlass.Constexpr, stage: Int32, seen: Uint32):
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        for i in cutlass.range(k.tail_count, unroll=1):
+            sync.release_after(k.ring.empty + stage * 8, [seen], k.zero)
+            stage = stage + 1
+            if stage == k.ring.n:
+                stage = Int32(0)
+
+
 @cute.jit
 def run_attention(k: cutlass.Constexpr, cur: Int64, stage: Int32, parity: Int32):
     """Consumer warps' part: q and new K/V words in, attention output words out."""
@@ -328,90 +455,49 @@ def run_attention(k: cutlass.Constexpr, cur: Int64, stage: Int32, parity: Int32)
     scale = s.head_dim**-0.5 * 1.4426950408889634
     if k.kv_head < s.kv_heads:
         head, half = k.wid % c.group_heads, k.wid // c.group_heads
-        q_at = cur + b.q + Int64((k.kv_head * c.group_heads + head) * 2048)
         q = cute.make_rmem_tensor(cute.make_layout(16), Uint32)
-        take_words(k, q, q_at + Int64(k.lane * 16), (0, 512, 1024, 1536))
+        q_at = cur + b.q + Int64((k.kv_head * c.group_heads + head) * 2048 + k.lane * 16)
+        stamp(k, 0)
+        take_new_rows(k, cur + b.kv + Int64(k.kv_head * (16 * 256)), q, q_at)
         m = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         den = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         o = cute.make_rmem_tensor(cute.make_layout(32), Float32)
         zero_state(m, den, o)
-        limit0 = sync.ptx_read(
-            "ld.shared.b32 {$w0}, [{$r0}];", [Int32], k.attn_rows + (k.lane >> 2) * 16 + 4
-        )
-        limit1 = sync.ptx_read(
-            "ld.shared.b32 {$w0}, [{$r0}];", [Int32], k.attn_rows + (k.lane >> 2) * 16 + 132
-        )
-        block = k.split
-        while block < k.main_blocks:
-            sync.wait_parity(k.ring.full + stage * 8, parity)
-            kv_base = k.ring.base + stage * k.ring.stage_bytes
-            tiles, seen = block_scores(k, q, kv_base, half)
-            valid = [block * PAGE < limit0, block * PAGE < limit1]
-            p = softmax_block(k, tiles, valid, m, den, o, scale)
-            seen = seen + block_values(k, o, p, kv_base + PAGE * 128, half)
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                sync.release_after(k.ring.empty + stage * 8, seen, k.zero)
-            stage, parity = advance(k.ring, stage, parity)
-            block = block + c.splits
-        den[0], den[1] = quad_sum(den[0]), quad_sum(den[1])
-        sync.consumer_sync(c.warps * 32)
+        stamp(k, 1)
+        stage, parity = run_blocks(k, q, m, den, o, half, stage, parity, scale)
+        if cutlass.const_expr(c.red_buffers > 1):  # somebody may still add qkv's last sums
+            sync.consumer_sync(c.warps * 32)
+        stamp(k, 2)
         if half == 1:
             store_half(k, head, m, den, o)
-        take_new_rows(k, cur + b.kv + Int64(k.kv_head * (16 * 256)))
+        # after this barrier every warp has released all stages before the tail, so a warp that
+        # does not read the tail may release it at once
         sync.consumer_sync(c.warps * 32)
-        if half == 0:
+        stamp(k, 3)
+        if half == 1:
+            if k.split < 16:
+                seen = run_tail(k, head, q, stage, parity, scale)
+                release_tail(k, stage, seen)
+                stamp(k, 4)
+                sync.consumer_sync(c.warps * 32)
+        else:
             mine = (k.kv_head * 16 * c.splits + k.split) * c.part_bytes
             publish_part(k, head, m, den, o, cur + b.part + Int64(mine))
+            stamp(k, 4)
+            if k.split < 16:
+                release_tail(k, stage, Uint32(0))
+                merge_row(k, head, cur)
         if k.split < 16:
-            tail, seen_tail = stage, Uint32(0)
             for i in cutlass.range(k.tail_count, unroll=1):
-                sync.wait_parity(k.ring.full + stage * 8, parity)
                 stage, parity = advance(k.ring, stage, parity)
-            if half == 0:
-                row = k.split
-                pos, first, path0, path1 = sync.ptx_read(
-                    "ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
-                    [Int32, Int32, Uint32, Uint32],
-                    k.attn_rows + row * 16,
-                )
-                stage_query(k, head, row, q_at)
-                n = pos - first + 1
-                if cutlass.const_expr(not c.tail):
-                    n = Int32(1)
-                top = tail_scores(
-                    k, head, n, first, k.committed, path0, path1, tail, scale
-                )
-                den_t, o0, o1 = tail_values(
-                    k, head, n, first, k.committed, path0, path1, tail
-                )
-                seen_tail = sync.as_bits(o0) | sync.as_bits(o1) | sync.as_bits(top)
-                u = cute.make_rmem_tensor(cute.make_layout(4 * c.splits), Uint32)
-                mine = (k.kv_head * 16 + row) * (c.splits * c.part_bytes)
-                merge_at = cur + b.part + Int64(mine)
-                lane_at = (head * 64 + 2 * k.lane) * 4
-                tries, since = Int32(0), Int64(0)
-                while sync.any_lane_empty(ask_merge(k, u, merge_at, lane_at, head)) != 0:
-                    tries, since = sync.overdue(tries, since)
-                v0, v1 = merge_order(k, u, top, den_t, (o0, o1))
-                col = (k.kv_head * c.group_heads + head) * 64 + 2 * k.lane
-                put_word(k, row >= 0, cur + b.a, row, col, bf16_pair(v0, v1))
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                back = tail
-                for i in cutlass.range(k.tail_count, unroll=1):
-                    sync.release_after(k.ring.empty + back * 8, [seen_tail], k.zero)
-                    back = back + 1
-                    if back == k.ring.n:
-                        back = Int32(0)
-        # the buffers shared with the GEMM phases are free again
-        sync.consumer_sync(c.warps * 32)
+        else:
+            sync.consumer_sync(c.warps * 32)
     return stage, parity
 
 
 # -- set-up ------------------------------------------------------------------------------------
 def attention_places(k, base, bid):
-    a = AttentionSmem()
+    a = AttentionSmem.of(k.c.group_heads)
     k.attn_rope, k.attn_new = base + a.rope, base + a.new
     k.attn_q, k.attn_p, k.attn_rows = base + a.q, base + a.p, base + a.rows
     k.kv_head, k.split = bid // k.c.splits, bid % k.c.splits
@@ -424,9 +510,7 @@ def copy_table(k: cutlass.Constexpr, src: Int64, dst: Int32, n_bytes: cutlass.Co
         words = ptx_read(
             "ld.global.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Uint32] * 4, src + Int64(i)
         )
-        sync.ptx_do(
-            "st.shared.v4.b32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};", dst + i, *words
-        )
+        sync.sts_words(dst + i, words)
         i = i + k.c.warps * 32 * 16
 
 

@@ -95,7 +95,7 @@ class Config:
     form a team. exchange: how a team adds its partial sums, "cluster" (DSMEM; a team is a cluster)
     or "global" (words as flags in device memory; `down` only).
     passes: slabs of `down` per CTA. inflight, hungry: see ring.py. probe: poll one vector per lane
-    before asking for all. attention: tree attention between qkv and o, in `splits` parts of the
+    before asking for all, where there are more than `ask_at_once`. attention: tree attention between qkv and o, in `splits` parts of the
     context (without it: a GEMM skeleton); tail: False leaves the key-by-key part out, wrong on
     purpose, to see what it costs.
     """
@@ -114,6 +114,7 @@ class Config:
     inflight: int = 2
     hungry: int = 4
     probe: bool = True
+    ask_at_once: int = 1
     red_buffers: int = 1
     inbox_slots: int = 2
     setmaxnreg: bool = False
@@ -184,7 +185,7 @@ class Config:
         self._check(self.rows == 16, "rows", "16 with attention")
         self._check(self.split == 1, "split", "1 with attention")
         self._check(self.warps == 2 * self.group_heads, "warps", "2 per query head of a kv head")
-        self._check(self.splits >= self.rows, "splits", f"at least the {self.rows} rows")
+        self._check(self.splits in (16, 32), "splits", "16 or 32: one lane's statistics each")
         self._check(
             s.kv_heads * self.splits <= self.ctas, "splits", f"at most {self.ctas // s.kv_heads}"
         )
@@ -282,8 +283,11 @@ class Config:
     def smem_plan(self) -> dict[str, int]:
         """Bytes of dynamic shared memory by use, in order."""
         tile = self.tile_rows * TILE * 4
-        plan = {
-            "ring": self.stages * self.stage_bytes,
+        plan = {"ring": self.stages * self.stage_bytes}
+        if self.attention:
+            self._check(self.stage_bytes % 1024 == 0, "stage_bytes", "a multiple of 1024")
+            plan["attention"] = AttentionSmem.of(self.group_heads).bytes
+        plan |= {
             "partial sums": self.red_buffers * self.group * self.k_warps * tile,
             "row squares": self.red_buffers * self.k_warps * self.tile_rows * 4,
             "residual": self.own_tiles * tile,
@@ -298,8 +302,6 @@ class Config:
             plan["row factors"] = self.tile_rows * 4
         if self.acc_groups:
             plan["pass sums"] = self.acc_groups * self.group * tile
-        if self.attention:
-            plan["attention"] = AttentionSmem().bytes
         return {k: -(-v // 128) * 128 for k, v in plan.items()}
 
     @property
@@ -321,14 +323,21 @@ class Config:
 @dataclass(frozen=True)
 class AttentionSmem:
     """Offsets in the attention part: rotary factors of the rows, this step's K and V rows of one kv
-    head, one row of Q per head, tail probabilities per head, the row table."""
+    head, one row of Q per head (later the tail's sums), (probability, address) of the tail keys per
+    head, the row table. The whole is aligned to 1,024 bytes."""
 
-    rope: int = 0
-    new: int = 16 * 32 * 8
-    q: int = new + 16 * 256
-    p: int = q + 8 * 64 * 4
-    rows: int = p + 8 * TAIL_KEYS * 4
-    bytes: int = rows + 16 * 16
+    rope: int
+    new: int
+    q: int
+    p: int
+    rows: int
+    bytes: int
+
+    @classmethod
+    def of(cls, heads: int) -> "AttentionSmem":
+        sizes = (16 * 32 * 8, 16 * 256, heads * 64 * 4, heads * TAIL_KEYS * 8, 16 * 16)
+        ends = np.cumsum(sizes).tolist()
+        return cls(0, *ends)
 
 
 # -- activation buffers ------------------------------------------------------------------------

@@ -94,37 +94,35 @@ def fragment(k, slab, chunk, step, m):
 
 
 # -- activations in ----------------------------------------------------------------------------
-def ask_all(words, base, offsets):
-    for i, off in enumerate(offsets):
-        for e, v in enumerate(sync.ld_words(base + off)):
+def ask_all(words, addresses):
+    for i, at in enumerate(addresses):
+        for e, v in enumerate(sync.ld_words(at)):
             words[i * 4 + e] = v
 
 
-def ask_missing(words, base, offsets):
-    for i, off in enumerate(offsets):
+def ask_missing(words, addresses):
+    for i, at in enumerate(addresses):
         mine = [words[i * 4 + e] for e in range(4)]
-        for e, v in enumerate(sync.ld_missing_words(base + off, mine, sync.largest(mine))):
+        for e, v in enumerate(sync.ld_missing_words(at, mine, sync.largest(mine))):
             words[i * 4 + e] = v
 
 
 @cute.jit
-def take_words(
-    k: cutlass.Constexpr, words: cute.Tensor, base: Int64, offsets: cutlass.Constexpr
-):
-    """A lane's 16-byte vectors at base + offsets into registers, as the words arrive. All lanes of
-    the warp must call it."""
+def take_words(k: cutlass.Constexpr, words: cute.Tensor, addresses: cutlass.Constexpr):
+    """A lane's 16-byte vectors at `addresses` into registers, as the words arrive. All lanes of
+    the warp must call it. The last vector is the one that is polled first."""
     polled = k.c.handoff == "words" and not k.c.phase
-    if cutlass.const_expr(polled and k.c.probe and len(offsets) > 1):
+    if cutlass.const_expr(polled and k.c.probe and len(addresses) > k.c.ask_at_once):
         # one vector first: polling for everything would cost L2 bandwidth
         tries, since = Int32(0), Int64(0)
-        while sync.any_lane_empty(sync.largest(sync.ld_words(base + offsets[-1]))) != 0:
+        while sync.any_lane_empty(sync.largest(sync.ld_words(addresses[-1]))) != 0:
             tries, since = sync.overdue(tries, since)
-    ask_all(words, base, offsets)
+    ask_all(words, addresses)
     if cutlass.const_expr(polled):
         tries, since = Int32(0), Int64(0)
-        n = len(offsets) * 4
+        n = len(addresses) * 4
         while sync.any_lane_empty(sync.largest([words[i] for i in range(n)])) != 0:
-            ask_missing(words, base, offsets)
+            ask_missing(words, addresses)
             tries, since = sync.overdue(tries, since)
 
 
@@ -508,7 +506,7 @@ def run_phase(
         offset = k.warp_row * (warp_m_tiles(k) * 512) + k.lane * 16
         base = src + Int64(first_chunk * c.chunk_bytes + offset)
         for slab_pass in cutlass.range(g.passes, unroll=1):
-            take_words(k, slab, base, slab_vectors(k, g))
+            take_words(k, slab, [base + off for off in slab_vectors(k, g)])
             base = base + Int64(g.slab // CHUNK * c.chunk_bytes)
             if cutlass.const_expr(name == "gu" and c.phase == ""):
                 let_janitor_clear(k, layer_count)

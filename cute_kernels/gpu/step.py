@@ -312,6 +312,8 @@ def make_step(c: Config):
             k.tail_first, k.main_blocks = tail_first, main_blocks
             k.page_count = (committed + 63) >> 6
             k.tail_count = k.page_count - tail_first
+            # of the last layer that runs: [ctas, 2, STAMPS] behind the phases' times
+            k.stamps = times + Int64(c.ctas * phases * 32 + bid * (2 * attention.STAMPS * 8))
         init_barriers(k)
         if cutlass.const_expr(c.timing):
             if tid == 0:

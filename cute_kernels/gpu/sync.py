@@ -300,8 +300,24 @@ def as_float(v):
     return ptx_read("mov.b32 {$w0}, {$r0};", [Float32], v)
 
 
+def as_int(v):
+    return ptx_read("mov.b32 {$w0}, {$r0};", [Int32], v)
+
+
 def lds_words(addr):
     return ptx_read("ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Uint32] * 4, addr)
+
+
+def lds_word(addr):
+    return ptx_read("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], addr)
+
+
+def lds_int(addr):
+    return ptx_read("ld.shared.b32 {$w0}, [{$r0}];", [Int32], addr)
+
+
+def lds_quad(addr):
+    return ptx_read("ld.shared.v4.f32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Float32] * 4, addr)
 
 
 def lds_pair(addr):
@@ -310,6 +326,10 @@ def lds_pair(addr):
 
 def lds(addr):
     return ptx_read("ld.shared.f32 {$w0}, [{$r0}];", [Float32], addr)
+
+
+def sts_words(addr, v):
+    ptx_do("st.shared.v4.b32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};", addr, *v)
 
 
 def sts_quad(addr, v):

@@ -107,7 +107,7 @@ class Skeleton:
         self.logits = torch.zeros(c.rows, c.shape.vocab, device="cuda")
         self.counter = torch.zeros(32 + c.ctas, dtype=torch.int32, device="cuda")
         phases = 4 * c.shape.layers + 1
-        self.times = torch.zeros(c.ctas * phases * 4, dtype=torch.int64, device="cuda")
+        self.times = torch.zeros(c.ctas * (phases * 4 + 16), dtype=torch.int64, device="cuda")
 
     def pack(self, layers: int) -> tuple[torch.Tensor, ...]:
         if layers not in self.packs:
@@ -210,7 +210,8 @@ class Skeleton:
         work done, phase done; only with `timing`."""
         c, full = self.c, self.c.shape.layers
         self.launch(self.weights.x[: c.rows], full, 3)
-        t = self.times.view(c.ctas, 4 * full + 1, 4).cpu().double() / 1e3
+        times = self.times[: c.ctas * (4 * full + 1) * 4]
+        t = times.view(c.ctas, 4 * full + 1, 4).cpu().double() / 1e3
         out = {}
         for i, name in enumerate([*LAYER_KINDS, "lm"]):
             v = t[:, i : 4 * full : 4] if name != "lm" else t[:, -1:]
@@ -219,13 +220,22 @@ class Skeleton:
                 x = d[..., j]
                 three = (x.amin(0).mean(), x.mean(), x.amax(0).mean())
                 out[f"{name} {what}"] = [round(float(f), 2) for f in three]
+        if c.attention:  # the last layer's; columns: attention.stamp
+            v = self.times[-c.ctas * 16 :].view(c.ctas, 2, 8).cpu().double() / 1e3
+            v = v[: c.shape.kv_heads * 16]
+            for half in range(2):
+                for slot in range(8 if half == 0 else 5):
+                    x = v[:, half, slot] - v[:, 0, 0].min()
+                    three = (x.min(), x.mean(), x.max())
+                    out[f"attention {half} {slot}"] = [round(float(f), 2) for f in three]
         return out
 
     def lateness(self) -> dict[str, list[float]]:
         """How late each CTA ends gate/up and the head, us from the mean CTA, averaged over layers:
         what is left is a property of the SM, not chance. `sm`: where CTA i ran."""
         c, full = self.c, self.c.shape.layers
-        t = self.times.view(c.ctas, 4 * full + 1, 4).cpu().double() / 1e3
+        times = self.times[: c.ctas * (4 * full + 1) * 4]
+        t = times.view(c.ctas, 4 * full + 1, 4).cpu().double() / 1e3
         gu, lm = t[:, 2 : 4 * full : 4, 2], t[:, -1, 2]
         gu = gu - gu.mean(0, keepdim=True)
         return {

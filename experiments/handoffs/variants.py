@@ -47,7 +47,7 @@ VARIANTS: dict[str, Config] = {
 }
 
 # with attention: committed positions of the context
-ATTENTION = llama(ctas=128, attention=True, stages=12)
+ATTENTION = llama(ctas=128, attention=True, stages=12, setmaxnreg=True, ask_at_once=5)
 CONTEXTS = {"llama-1k": 1024, "llama-1k-notail": 1024, "llama-64k": 65536}
 VARIANTS["llama-1k"] = VARIANTS["llama-64k"] = ATTENTION
 VARIANTS["llama-1k-notail"] = dataclasses.replace(ATTENTION, tail=False)
@@ -55,6 +55,14 @@ VARIANTS["smol-1k"] = smol(
     ctas=132, attention=True, splits=32, stage_bytes=16384, stages=11
 )
 CONTEXTS["smol-1k"] = 1024
+VARIANTS["llama-1k-plain"] = dataclasses.replace(ATTENTION, setmaxnreg=False)
+VARIANTS["llama-1k-i3"] = dataclasses.replace(ATTENTION, inflight=3, hungry=5)
+VARIANTS["llama-1k-t"] = dataclasses.replace(ATTENTION, timing=True)
+VARIANTS["smol-1k-t"] = dataclasses.replace(VARIANTS["smol-1k"], timing=True)
+CONTEXTS |= {"llama-1k-t": 1024, "smol-1k-t": 1024}
+CONTEXTS |= {"llama-1k-plain": 1024, "llama-1k-i3": 1024}
+for _n in (3, 6):
+    VARIANTS[f"smol-132-once{_n}"] = smol(ctas=132, ask_at_once=_n)
 
 # graphs of phase kernels: (configuration, CTAs of one kernel that fit an SM, by phase)
 ALL, PAIR = ("qkv", "o", "gu", "down", "lm"), {"exchange": "cluster", "down_split": 2}

@@ -30,7 +30,9 @@ STEPS = {
 ONE_LAYER = dataclasses.replace(LLAMA_1B, layers=1, vocab=16384)
 ONE_SMOL = dataclasses.replace(SMOLLM2, layers=1, vocab=4096)
 ATTENTION = {
-    "attention-llama": Config(ONE_LAYER, ctas=128, attention=True, stages=12),
+    "attention-llama": Config(
+        ONE_LAYER, ctas=128, attention=True, stages=12, setmaxnreg=True
+    ),
     "attention-smol": Config(
         ONE_SMOL, attention=True, splits=32, **{**SMOL, "stage_bytes": 16384, "stages": 11}
     ),
