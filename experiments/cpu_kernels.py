@@ -1,22 +1,20 @@
 """How close the CPU device's kernels come to the machine: read bandwidth and FMA rate.
 
-    python experiments/cpu_kernels.py [--rows 1 8 16 256] [--weights fp32 bf16] [--json FILE]
+    python -m experiments.cpu_kernels [--rows 1 8 16 256] [--weights fp32 bf16] [--json FILE]
 
 Measures, on the same threads, what the machine can do (a plain read of memory far larger than the
 caches; fused multiply-adds on registers) and then whole steps of SmolLM2-135M's shape on random
-weights, phase by phase. Machine figures are measured again around every step figure and the best is
-kept: on a shared machine they move. Up to 16 rows are decode rows, all with logits; more are a prompt
-chunk with one row of logits.
+weights, phase by phase. Machine figures are measured again before every step figure and the best is
+kept: on a shared machine they move. Up to 16 rows are decode rows, all with logits; more are a
+prompt chunk with one row of logits.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import platform
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +29,7 @@ from numba.extending import intrinsic
 from cute_kernels.cpu import attention, pack, phases
 from cute_kernels.cpu.simd import I64, VEC, fma, load_vector, loop, pointer
 from cute_kernels.cpu.state import PAGE, make_batch
+from experiments.provenance import provenance
 from host.atomics import cpu_relax, fetch_add, load_acquire, now_ns, yield_core
 from host.jit import jit
 from megadecode.config import ModelConfig
@@ -264,26 +263,12 @@ class Bench:
         return spent
 
 
-def provenance() -> dict[str, Any]:
-    """Where and from what a result comes."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent
-        ).stdout.strip()
-
-    model = platform.processor() or platform.machine()
+def cpu_model() -> str:
+    """The processor's name, as the system gives it."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = lines[0].split(":", 1)[1].strip() if lines else model
-    return {
-        "revision": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", "cute_kernels", "host", "megadecode")),
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -297,8 +282,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
 
     machine = Machine(options.workers)
-    result: dict[str, Any] = {"experiment": "cpu_kernels", **provenance(), "workers": options.workers,
-                              "context": options.context, "model": SMOL.name, "table": []}  # fmt: skip
+    result: dict[str, Any] = {
+        "experiment": "cpu_kernels", **provenance(), "cpu": cpu_model(), "model": SMOL.name,
+        "workers": options.workers, "context": options.context, "table": [],
+    }  # fmt: skip
     for dtype in options.weights:
         bench = Bench(SMOL, dtype, options.workers, options.context)
         start = time.perf_counter()
