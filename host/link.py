@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -47,7 +47,9 @@ _LARGEST_STEP_S = 0.05
 class Sink(Protocol):
     """Where one request's completions go. Called by the poller; must not block."""
 
-    def on_tokens(self, ids: list[int], logprobs: list[float], stamp_ns: int) -> None: ...
+    def on_pairs(
+        self, ids: list[int], logprobs: list[float], accepted: int, step: int, stamp_ns: int
+    ) -> None: ...
 
     def on_end(self, reason: FinishReason, details: list[int], stamp_ns: int) -> None: ...
 
@@ -103,18 +105,22 @@ class Link:
         self,
         prompt: np.ndarray,
         max_new_tokens: int,
-        stop_ids: Sequence[int],
+        params: np.void,
         sink: Sink,
         *,
+        bias: tuple[np.ndarray, np.ndarray] | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Put a request on the wire; its id. `prompt` is int32, at least one token.
+        """Put a request on the wire; its id. `prompt` is int32, at least one token; `params` is one
+        record of `wire.PARAMS`; `bias` are token ids (int32) and what to add to their logits
+        (float32), as many as `params["bias_count"]` says.
 
         Waits while the engine holds as many requests as it can, up to `timeout_s` (None: for ever;
         0: not at all), then raises QueueFull. Raises DeviceError when the device is gone.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        blocks = 1 + -(-4 * len(prompt) // BLOCK_BYTES)
+        biases = int(params["bias_count"])
+        blocks = 1 + -(-4 * (len(prompt) + 2 * biases) // BLOCK_BYTES)
         with self._changed:
             while True:
                 self._check_usable()
@@ -125,11 +131,13 @@ class Link:
             handle = self._handles.pop()
             self._generation[handle] += 1
             request_id = self._generation[handle] * self._max_inflight + handle
-            params = self.wire.params[first]
-            params["stop_count"] = len(stop_ids)
-            params["stop_ids"][: len(stop_ids)] = stop_ids
+            self.wire.params[first] = params
             word = (first + 1) * BLOCK_BYTES // 4
             self.wire.pool[word : word + len(prompt)] = prompt
+            if bias is not None:
+                word += len(prompt)
+                self.wire.pool[word : word + biases] = bias[0]
+                self.wire.pool_floats[word + biases : word + 2 * biases] = bias[1]
             self._inflight[request_id] = (sink, first, blocks)
             try:
                 self._push(
@@ -360,9 +368,11 @@ class Link:
         sink, first, blocks = self._inflight[request_id]
         if kind == CompletionKind.TOKENS:
             pairs = int(entry["pairs"])
-            sink.on_tokens(
+            sink.on_pairs(
                 entry["token"][:pairs].tolist(),
                 entry["logprob"][:pairs].tolist(),
+                int(entry["accepted"]),
+                int(entry["step"]),
                 int(entry["stamp_ns"]),
             )
         elif kind == CompletionKind.COPIED:

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 MAX_STOP_IDS = 32
+MAX_BIAS = 300
+MAX_ALTERNATIVES = 20
 PAIRS = 4
 """(token id, log-probability) pairs in one completion entry."""
 
@@ -57,15 +59,29 @@ COMPLETION = np.dtype(
     ]
 )
 
+_PARAM_FIELDS: list[tuple[str, object]] = [
+    ("seed", "i8"),
+    ("temperature", "f4"),  # 0: greedy
+    ("top_k", "i4"),  # 0: off
+    ("top_p", "f4"),  # 1: off
+    ("min_p", "f4"),  # 0: off
+    ("min_new_tokens", "i4"),  # stop ids do not end the request before
+    ("alternatives", "i4"),  # further log-probabilities per token, the likeliest first
+    ("bias_count", "i4"),
+    ("stop_count", "i4"),
+    ("stop_ids", ("i4", (MAX_STOP_IDS,))),
+]
+
 PARAMS = np.dtype(
     {
-        "names": ["stop_count", "stop_ids"],
-        "formats": ["i4", ("i4", (MAX_STOP_IDS,))],
-        "offsets": [0, 4],
+        "names": [name for name, _ in _PARAM_FIELDS],
+        "formats": [kind for _, kind in _PARAM_FIELDS],
+        "offsets": [0, *range(8, 44, 4)],
         "itemsize": BLOCK_BYTES,
     }
 )
-"""What a request's first pool block holds; prompt tokens (int32) start at the next block."""
+"""What a request's first pool block holds. From the next block on follow the prompt tokens (int32),
+and right behind them `bias_count` token ids (int32) and as many biases (float32)."""
 
 assert REQUEST.itemsize == 64
 assert COMPLETION.itemsize == 64
@@ -87,7 +103,7 @@ class RequestKind(IntEnum):
 class CompletionKind(IntEnum):
     """What a completion entry says."""
 
-    TOKENS = 1
+    TOKENS = 1  # pairs: each token of the step, and behind it the alternatives it was asked with
     TERMINAL = 2  # token[0]: tokens emitted; [1]: steps; [2]: pauses; [3]: position of an error
     COPIED = 3  # the request's pool blocks may be used again
     PONG = 4
@@ -160,13 +176,14 @@ class Wire(NamedTuple):
     completion_words: np.ndarray  # int64 view
     abort: np.ndarray  # int64, request ids
     pool: np.ndarray  # int32 view of the pool
+    pool_floats: np.ndarray  # float32 view of the pool
     params: np.ndarray  # PARAMS view of the pool, one per block
 
 
-def step_worst_case(slots: int, tokens_per_step: int) -> int:
-    """Completion entries one step can write: per slot its tokens and its terminal entry, and one
-    acknowledgement of a copied prompt."""
-    return slots * (-(-tokens_per_step // PAIRS) + 1) + 1
+def step_worst_case(slots: int, tokens_per_step: int, alternatives: int = 0) -> int:
+    """Completion entries one step can write: per slot its tokens, each with its alternatives, and
+    its terminal entry, and one acknowledgement of a copied prompt."""
+    return slots * (-(-tokens_per_step * (1 + alternatives) // PAIRS) + 1) + 1
 
 
 def _lines(words: int) -> np.ndarray:
@@ -183,6 +200,7 @@ def make_wire(
     ctx: int,
     max_inflight: int,
     tokens_per_step: int = 1,
+    alternatives: int = 0,
     request_entries: int = 256,
     completion_entries: int = 1024,
     pool_bytes: int | None = None,
@@ -200,13 +218,13 @@ def make_wire(
     ):
         if entries < 1 or entries & (entries - 1):
             raise ValueError(f"{what} is {entries}; it must be a power of two")
-    need = 2 * step_worst_case(slots, tokens_per_step)
+    need = 2 * step_worst_case(slots, tokens_per_step, alternatives)
     if completion_entries < need:
         raise ValueError(
             f"completion_entries is {completion_entries}; {slots} slots need at least {need}: two "
             "steps' worst case. Use a larger ring or fewer slots"
         )
-    one_prompt = BLOCK_BYTES + 4 * ctx
+    one_prompt = BLOCK_BYTES + 4 * ctx + 8 * MAX_BIAS
     if pool_bytes is None:
         pool_bytes = max(2 * one_prompt, 1 << 20)
     if pool_bytes < one_prompt + BLOCK_BYTES:
@@ -231,5 +249,6 @@ def make_wire(
         completion_words=completion_words,
         abort=_lines(max_inflight),
         pool=pool.view(np.int32),
+        pool_floats=pool.view(np.float32),
         params=pool.view(PARAMS),
     )

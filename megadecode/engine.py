@@ -201,10 +201,23 @@ class Engine(AbstractContextManager["Engine"]):
         ids = self.encode(prompt, chat=chat)
         stops = params.stop_ids(self.config.stop_ids, self.config.vocab)
         self._check_fits(len(ids), params.max_new_tokens)
-        request = Request(len(ids), self._text_stream())
+        if params.stop:
+            self._need_tokenizer()
+        request = Request(
+            len(ids),
+            self._text_stream(),
+            stops=params.stop,
+            min_new_tokens=params.min_new_tokens,
+            alternatives=params.logprobs,
+        )
         request._abort = self._link.abort
         request.request_id = self._link.submit(
-            ids, params.max_new_tokens, stops, request, timeout_s=timeout
+            ids,
+            params.max_new_tokens,
+            params.record(stops),
+            request,
+            bias=params.bias_arrays(),
+            timeout_s=timeout,
         )
         return request
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from host.errors import DeviceError
 from host.wire import FinishReason
+from megadecode.stop_strings import StopStrings
 
 
 class TextDecoder(Protocol):
@@ -25,7 +26,8 @@ class TextDecoder(Protocol):
 class Stats:
     """Figures of one request.
 
-    `tokens` emitted, in `steps` decode steps (prefill chunks not counted). `ttft_s`: from submit to
+    `tokens` emitted, in `steps` decode or verify steps (prefill chunks not counted); `accepted[k]`
+    of these steps committed k tokens, so that tau is `tokens / steps`. `ttft_s`: from submit to
     the first token, 0.0 without one. `tok_s`: tokens after the first per second of the time
     between the first and the last, by the device's clock; prefill is not in it. 0.0 for fewer than
     two tokens. `host_round_trips`: times the device had to hear from the host: once to get the
@@ -37,6 +39,12 @@ class Stats:
     ttft_s: float
     tok_s: float
     host_round_trips: int
+    accepted: tuple[int, ...] = ()
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per step."""
+        return self.tokens / self.steps if self.steps else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +52,11 @@ class Generation:
     """The result of a request.
 
     `text` is what the tokens say, special tokens left out. `token_ids` are all emitted tokens, a
-    stop token included, and `logprobs` the log-probability of each. `finish_reason` is one of
-    `stop`, `length`, `abort`, `error`; with `error`, `error` says what happened.
+    stop token included, and `logprobs` the log-probability of each under the target, before bias
+    and temperature. `top_logprobs` are as many (id, log-probability) alternatives per token as were
+    asked for, the likeliest first. `finish_reason` is one of `stop`, `length`, `abort`, `error`;
+    with `error`, `error` says what happened. At a stop string, text ends before it, and ids and
+    log-probabilities with the token that completed it.
     """
 
     text: str
@@ -54,6 +65,7 @@ class Generation:
     finish_reason: str
     stats: Stats
     error: str | None = None
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +83,26 @@ class Request:
     it. Several threads may wait for the result; chunks go to whoever iterates.
     """
 
-    def __init__(self, prompt_tokens: int, decoder: TextDecoder | None) -> None:
+    def __init__(
+        self,
+        prompt_tokens: int,
+        decoder: TextDecoder | None,
+        *,
+        stops: Sequence[str] = (),
+        min_new_tokens: int = 0,
+        alternatives: int = 0,
+    ) -> None:
         self.prompt_tokens = prompt_tokens
         self.request_id = -1
         self._decoder = decoder
         self._abort: Callable[[int], None] | None = None
         self._changed = threading.Condition()
+        self._stops = StopStrings(stops) if stops else None
+        self._min_new_tokens = min_new_tokens
+        self._pairs_per_token = 1 + alternatives
+        self._pairs: list[tuple[int, float]] = []  # of a token that is not complete yet
+        self._top: list[list[tuple[int, float]]] = []
+        self._accepted: dict[int, int] = {}  # step -> tokens it committed
         self._unread: deque[tuple[list[int], str]] = deque()
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -124,21 +150,60 @@ class Request:
 
     # -- called by the link's poller --------------------------------------------------------------
 
-    def on_tokens(self, ids: list[int], logprobs: list[float], stamp_ns: int) -> None:
-        text = self._decoder.push(ids) if self._decoder else ""
+    def on_pairs(
+        self, ids: list[int], logprobs: list[float], accepted: int, step: int, stamp_ns: int
+    ) -> None:
         with self._changed:
-            self._ids += ids
-            self._logprobs += logprobs
-            self._text.append(text)
+            self._accepted[step] = accepted
+            self._pairs += zip(ids, logprobs)
+            per = self._pairs_per_token
+            new: list[int] = []
+            text: list[str] = []
+            while len(self._pairs) >= per and not self._is_stopped():
+                (token, logprob), *top = self._pairs[:per]
+                del self._pairs[:per]
+                new.append(token)
+                self._ids.append(token)
+                self._logprobs.append(logprob)
+                self._top.append(top)
+                text.append(self._read(token))
+            if not new:
+                return
             self._first_ns = self._first_ns or stamp_ns
             self._last_ns = stamp_ns
-            self._unread.append((ids, text))
+            self._text.append("".join(text))
+            self._unread.append((new, self._text[-1]))
+            stopped = self._is_stopped()
             self._changed.notify_all()
+        if stopped and self._abort is not None:
+            self._abort(self.request_id)
+
+    def _is_stopped(self) -> bool:
+        return self._stops is not None and self._stops.hit is not None
+
+    def _read(self, token: int) -> str:
+        """The text that may be shown now that this token has come."""
+        if self._decoder is None:
+            return ""
+        text = self._decoder.push([token])
+        if self._stops is None:
+            return text
+        if len(self._ids) < self._min_new_tokens:
+            return self._stops.finish() + text
+        return self._stops.push(text)
 
     def on_end(self, reason: FinishReason, details: list[int], stamp_ns: int) -> None:
         new_tokens, steps, pauses, position = details
-        rest = self._decoder.finish() if self._decoder else ""
+        rest = ""
         with self._changed:
+            arrived = len(self._ids) + len(self._pairs) // self._pairs_per_token
+            if self._is_stopped():
+                reason = FinishReason.STOP
+                arrived = new_tokens
+            elif self._decoder is not None:
+                rest = self._decoder.finish()
+                if self._stops is not None:
+                    rest = self._stops.push(rest) + self._stops.finish()
             if rest:
                 self._text.append(rest)
                 self._unread.append(([], rest))
@@ -146,22 +211,28 @@ class Request:
             error = None
             if reason == FinishReason.ERROR:
                 error = f"the target's logits hold NaN or +inf at position {position}"
-            if new_tokens != len(self._ids):
-                error = f"the device emitted {new_tokens} tokens, {len(self._ids)} arrived"
+            if new_tokens != arrived:
+                error = f"the device emitted {new_tokens} tokens, {arrived} arrived"
                 reason = FinishReason.ERROR
+            tokens = len(self._ids)
+            histogram = [0] * (1 + max(self._accepted.values(), default=0))
+            for accepted in self._accepted.values():
+                histogram[accepted] += 1
             self._generation = Generation(
                 text="".join(self._text),
                 token_ids=self._ids,
                 logprobs=self._logprobs,
                 finish_reason=reason.name.lower(),
                 stats=Stats(
-                    tokens=new_tokens,
+                    tokens=tokens,
                     steps=steps,
                     ttft_s=(self._first_ns - self._submitted_ns) / 1e9 if self._first_ns else 0.0,
-                    tok_s=(new_tokens - 1) / decode_s if new_tokens > 1 and decode_s > 0 else 0.0,
+                    tok_s=(tokens - 1) / decode_s if tokens > 1 and decode_s > 0 else 0.0,
                     host_round_trips=1 + pauses,
+                    accepted=tuple(histogram),
                 ),
                 error=error,
+                top_logprobs=self._top if self._pairs_per_token > 1 else [],
             )
             self._changed.notify_all()
 

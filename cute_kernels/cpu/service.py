@@ -8,7 +8,7 @@ from __future__ import annotations
 from cute_kernels.cpu.slots import Count
 from host.atomics import load_acquire, now_ns, store_release
 from host.jit import jit
-from host.wire import ENTRY_WORDS, SEQUENCE_WORD, CompletionKind, RequestKind, Word
+from host.wire import ENTRY_WORDS, PAIRS, SEQUENCE_WORD, CompletionKind, RequestKind, Word
 
 _TAIL = int(Count.COMPLETION_TAIL)
 _COMPLETION_HEAD, _REQUEST_HEAD = int(Word.COMPLETION_HEAD), int(Word.REQUEST_HEAD)
@@ -20,6 +20,7 @@ _STEPS = int(Count.STEP)
 _TOKENS, _TERMINAL = int(CompletionKind.TOKENS), int(CompletionKind.TERMINAL)
 _COPIED, _PONG = int(CompletionKind.COPIED), int(CompletionKind.PONG)
 _PING = int(RequestKind.PING)
+_PAIRS = int(PAIRS)
 
 
 @jit
@@ -53,15 +54,30 @@ def _publish(wire, sched, index):
 
 
 @jit
-def emit_token(wire, sched, request_id, token, logprob):
-    """One committed token of a request."""
-    index = _open_entry(wire, sched, request_id, _TOKENS)
-    entry = wire.completion[index]
-    entry.pairs = 1
-    entry.accepted = 1
-    entry.token[0] = token
-    entry.logprob[0] = logprob
-    _publish(wire, sched, index)
+def emit_tokens(wire, sched, decision, s, request_id, tokens, alternatives):
+    """The `tokens` first tokens that a step decided for slot `s`, over as many entries as needed.
+
+    Each token is a pair of its own, followed by its `alternatives` pairs.
+    """
+    index = -1
+    for t in range(tokens):
+        for a in range(-1, alternatives):
+            if index < 0:
+                index = _open_entry(wire, sched, request_id, _TOKENS)
+                wire.completion[index].accepted = tokens
+            entry = wire.completion[index]
+            if a < 0:
+                entry.token[entry.pairs] = decision.token[s, t]
+                entry.logprob[entry.pairs] = decision.logprob[s, t]
+            else:
+                entry.token[entry.pairs] = decision.alternative[s, t, a]
+                entry.logprob[entry.pairs] = decision.alternative_logprob[s, t, a]
+            entry.pairs += 1
+            if entry.pairs == _PAIRS:
+                _publish(wire, sched, index)
+                index = -1
+    if index >= 0:
+        _publish(wire, sched, index)
 
 
 @jit

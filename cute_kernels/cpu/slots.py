@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from host.wire import MAX_STOP_IDS, REQUEST
+from host.wire import MAX_ALTERNATIVES, MAX_BIAS, MAX_STOP_IDS, REQUEST
+
+MAX_DEPTH = 15
+"""Deepest node of a draft tree: drafted positions of the largest block."""
+
+STEP_TOKENS = MAX_DEPTH + 1
+"""Most tokens one step can commit for a slot: a whole path and the token after it."""
 
 
 class Stage(IntEnum):
@@ -25,19 +31,37 @@ SLOT = np.dtype(
     [
         ("request_id", "i8"),
         ("order", "i8"),  # admission number: prefill is first come, first served
+        ("seed", "i8"),
         ("stage", "i4"),
-        ("abort", "i4"),
         ("prompt_tokens", "i4"),
         ("copied_tokens", "i4"),  # of the prompt, from the request pool into `tokens`
         ("kv_tokens", "i4"),  # committed positions: tokens - 1 once the first token is out
         ("new_tokens", "i4"),  # emitted
         ("max_new_tokens", "i4"),  # already cut to the context length
+        ("min_new_tokens", "i4"),
         ("block", "i4"),
         ("pages", "i4"),
         ("steps", "i4"),  # steps that gave this request tokens
         ("pauses", "i4"),  # times the loop stood still because the completion ring was full
+        ("temperature", "f4"),
+        ("top_k", "i4"),
+        ("top_p", "f4"),
+        ("min_p", "f4"),
+        ("alternatives", "i4"),
+        ("bias_count", "i4"),
         ("stop_count", "i4"),
         ("stop_ids", "i4", (MAX_STOP_IDS,)),
+        # Speculation, of the current step
+        ("drafts", "i4"),  # 1: this step drafts for the slot
+        ("budget", "i4"),  # nodes the step may verify, the root not counted
+        ("depth", "i4"),  # deepest node allowed: no token beyond the request's last is verified
+        ("nodes", "i4"),  # nodes the tree got
+        ("first_row", "i4"),  # of the slot's rows in the step, -1: none
+        ("first_head", "i4"),  # of its rows of logits
+        # and over steps
+        ("rest", "i4"),  # steps for which drafting is suspended because it did not pay
+        ("idle_rounds", "i4"),  # how often it was suspended in a row
+        ("gain", "f4"),  # accepted nodes per node the drafter's probabilities promised
     ]
 )
 
@@ -57,6 +81,7 @@ class Count(IntEnum):
     FIRST_SLOT = 9  # where the next step starts to look for decoding slots
     PREFILL_SLOT = 10  # of the current step, -1: none
     PAUSED = 11
+    ENTRIES = 12  # completion entries the current step may write
 
 
 class Limits(NamedTuple):
@@ -66,9 +91,15 @@ class Limits(NamedTuple):
     decode_rows: int  # decode rows per step
     chunk_rows: int  # prefill rows per step, a multiple of PAGE
     reserve_rows: int  # positions beyond the last token that a step may write
-    worst_case: int  # completion entries one step may write
     park_after_ns: int  # idle time before the loop leaves; negative: never
     deadline_ns: int  # for every wait inside a step
+    block: int  # positions of a draft block, the anchor included; 0: no drafter
+    budget: int  # nodes per slot and step; AUTO: chosen each step
+    chain: int  # 1: chains only
+
+
+AUTO = -1
+"""Budget chosen by the loop itself."""
 
 
 class Sched(NamedTuple):
@@ -76,11 +107,37 @@ class Sched(NamedTuple):
 
     slot: np.ndarray  # [S] SLOT
     tokens: np.ndarray  # [S, ctx + 1] int32: prompt, then what was generated
-    pending: np.ndarray  # [C] REQUEST: admitted in order; request_id < 0: aborted, already answered
+    bias_id: np.ndarray  # [S, MAX_BIAS] int32
+    bias: np.ndarray  # [S, MAX_BIAS] float32
+    pending: np.ndarray  # [C] REQUEST: admitted in order; request_id < 0: aborted, answered
     marks: np.ndarray  # [C] int64: request id to abort, by id modulo C
     free_pages: np.ndarray  # [P] int32 stack
     count: np.ndarray  # type: ignore[assignment]  # [Count] int64
     plant: np.ndarray  # [2] int64: operation and worker of a planted hang, -1: none (tests)
+
+
+class Decision(NamedTuple):
+    """What the step decided for each slot; row k is the k-th token of the step."""
+
+    count: np.ndarray  # type: ignore[assignment]  # [S] int32 tokens: accepted nodes + 1
+    token: np.ndarray  # [S, STEP_TOKENS] int32; -1: the logits held NaN or +inf
+    logprob: np.ndarray  # [S, STEP_TOKENS] float32
+    alternative: np.ndarray  # [S, STEP_TOKENS, MAX_ALTERNATIVES] int32
+    alternative_logprob: np.ndarray  # [S, STEP_TOKENS, MAX_ALTERNATIVES] float32
+    path: np.ndarray  # [S, STEP_TOKENS] int32: the accepted rows, the root first
+
+
+def make_decision(slots: int) -> Decision:
+    """An empty decision."""
+    several = (slots, STEP_TOKENS)
+    return Decision(
+        count=np.zeros(slots, np.int32),
+        token=np.zeros(several, np.int32),
+        logprob=np.zeros(several, np.float32),
+        alternative=np.zeros((*several, MAX_ALTERNATIVES), np.int32),
+        alternative_logprob=np.zeros((*several, MAX_ALTERNATIVES), np.float32),
+        path=np.zeros(several, np.int32),
+    )
 
 
 def make_sched(
@@ -94,6 +151,8 @@ def make_sched(
     return Sched(
         slot=np.zeros(slots, SLOT),
         tokens=np.zeros((slots, ctx + 1), np.int32),
+        bias_id=np.zeros((slots, MAX_BIAS), np.int32),
+        bias=np.zeros((slots, MAX_BIAS), np.float32),
         pending=np.zeros(max_inflight, REQUEST),
         marks=np.zeros(max_inflight, np.int64),
         free_pages=np.arange(pages - 1, -1, -1, dtype=np.int32),

@@ -1,0 +1,73 @@
+"""The decision: each slot's walk through its tree, one target token at a time, and what it moves.
+
+A token is the target's own choice at a node, greedy or sampled with noise that depends on the seed,
+the position and the token alone. If the tree has a child with that token, its row is already
+computed and the walk goes on there; if not, the token ends the step. So the tokens are those of
+plain decoding, whatever the tree was. Rows off the path are never decided.
+"""
+
+from __future__ import annotations
+
+from cute_kernels.cpu.sampling import alternatives, decide_row
+from cute_kernels.cpu.slots import Stage
+from cute_kernels.cpu.tree import child_with_token, compact_kv
+from host.atomics import fetch_add
+from host.jit import jit
+
+_PREFILL = int(Stage.PREFILL)
+
+
+@jit
+def decide(dims, sched, batch, acts, tree, decision, worker, workers, counters, op):
+    """One item per slot: fill `decision` with the tokens of its walk."""
+    s = worker
+    while s < sched.slot.shape[0]:
+        slot = sched.slot[s]
+        decision.count[s] = 0
+        if slot.first_row >= 0 and not (
+            slot.stage == _PREFILL and slot.copied_tokens < slot.prompt_tokens
+        ):
+            _walk(dims, sched, acts, tree, decision, worker, s)
+        s = workers + fetch_add(counters, op * 8, 1)
+
+
+@jit
+def _walk(dims, sched, acts, tree, decision, worker, s):
+    slot = sched.slot[s]
+    row = 0
+    k = 0
+    while row >= 0:
+        logits = acts.logits[slot.first_head + row]
+        position = slot.prompt_tokens + slot.new_tokens + k
+        token, logprob = decide_row(
+            logits, dims.vocab, slot, sched.bias_id[s], sched.bias[s], position,
+            acts.scratch[worker],
+        )  # fmt: skip
+        decision.token[s, k] = token
+        decision.logprob[s, k] = logprob
+        decision.path[s, k] = row
+        if slot.alternatives and token >= 0:
+            alternatives(
+                logits, dims.vocab, slot.alternatives, decision.alternative[s, k],
+                decision.alternative_logprob[s, k],
+            )  # fmt: skip
+        k += 1
+        row = child_with_token(tree, s, row, token) if token >= 0 and slot.nodes else -1
+    decision.count[s] = k
+
+
+@jit
+def compact(dims, sched, batch, kv, acts, decision, worker, workers, counters, op):
+    """One item per slot and layer: keys and values of the path move behind the committed ones."""
+    item = worker
+    layers = dims.layers
+    while item < sched.slot.shape[0] * layers:
+        s, layer = item // layers, item % layers
+        slot = sched.slot[s]
+        if slot.nodes and decision.count[s] > 1:
+            compact_kv(
+                kv, layer, batch.pages[s], slot.kv_tokens, decision.path[s], decision.count[s],
+                acts.scratch[worker],
+            )  # fmt: skip
+        item = workers + fetch_add(counters, op * 8, 1)
+
