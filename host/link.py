@@ -45,7 +45,12 @@ _LARGEST_STEP_S = 0.05
 
 
 class Sink(Protocol):
-    """Where one request's completions go. Called by the poller; must not block."""
+    """Where one request's completions go. Called by the poller; must not block.
+
+    `request_id` is set before the request is pushed, so before any call.
+    """
+
+    request_id: int
 
     def on_pairs(
         self, ids: list[int], logprobs: list[float], accepted: int, step: int, stamp_ns: int
@@ -139,6 +144,7 @@ class Link:
                 self.wire.pool[word : word + biases] = bias[0]
                 self.wire.pool_floats[word + biases : word + 2 * biases] = bias[1]
             self._inflight[request_id] = (sink, first, blocks)
+            sink.request_id = request_id
             try:
                 self._push(
                     request_id, RequestKind.SUBMIT, len(prompt), max_new_tokens, first, blocks, end

@@ -211,7 +211,7 @@ class Engine(AbstractContextManager["Engine"]):
             alternatives=params.logprobs,
         )
         request._abort = self._link.abort
-        request.request_id = self._link.submit(
+        self._link.submit(
             ids,
             params.max_new_tokens,
             params.record(stops),
