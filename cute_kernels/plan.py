@@ -10,8 +10,9 @@ both built from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,11 @@ class Shape(NamedTuple):
     head_dim: int
     ffn: int
     vocab: int
+    taps: int = 0  # a drafter's: layers of the target whose features it reads
+
+
+ONCE, LAYER, TAP = "once", "layer", "tap"
+"""How often a phase runs in a step: once, in every layer of its model, behind every tapped layer."""
 
 
 class Work(NamedTuple):
@@ -60,17 +66,16 @@ class Cost(NamedTuple):
 class Phase:
     """One dependent stage of a step.
 
-    `reads` and `writes` name activation buffers, weights (`w.`) or the KV cache (`kv`). `handoff`
-    is what the *next* phase waits for: `all` (every worker has finished this phase) or `none`
-    (it may start at once). `cost(shape, work)` is for one layer.
+    `reads` and `writes` name activation buffers, weights (`w.`) or the KV cache (`kv`), with `d.`
+    in front for the drafter's. The next phase waits until all workers have finished this one.
+    `cost(shape, work)` is for one layer, with the shape of the model whose phase it is.
     """
 
     name: str
     segment: str
-    per_layer: bool
+    repeat: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    handoff: str
     cost: Callable[[Shape, Work], Cost]
     does: str
 
@@ -93,49 +98,76 @@ def _nothing(s: Shape, w: Work) -> Cost:
     return Cost(0, 0, 0, 0)
 
 
+_TARGET_LAYER = (
+    ("qkv", ("x", "w.attn_norm", "w.qkv"), ("q", "kv"), _qkv,
+     "RMSNorm, query/key/value projections, RoPE; keys and values go to the rows' pages"),
+    ("attend", ("q", "kv"), ("parts",), _attention,
+     "keys below c(p) in 64-blocks, split over workers: canonical order, part one"),
+    ("merge", ("q", "kv", "parts"), ("attn",), _nothing,
+     "keys c(p)..p along the row's path one by one, then the parts in ascending order"),
+    ("out_proj", ("attn", "w.out", "x"), ("x",),
+     lambda s, w: _gemm(w.rows, s.heads * s.head_dim, s.hidden),
+     "output projection, added to the residual stream"),
+    ("gate_up", ("x", "w.ffn_norm", "w.gate_up"), ("h",),
+     lambda s, w: _gemm(w.rows, s.hidden, 2 * s.ffn),
+     "RMSNorm, gate and up projections, silu(gate) * up"),
+    ("down", ("h", "w.down", "x"), ("x",),
+     lambda s, w: _gemm(w.rows, s.ffn, s.hidden),
+     "down projection, added to the residual stream"),
+)  # fmt: skip
+
+
+def _draft_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The drafter's own buffers and weights behind the same names."""
+    return tuple(f"d.{name}" for name in names)
+
+
+_DRAFT: tuple[Phase, ...] = (
+    Phase("draft_context", "draft", ONCE, ("features", "d.w.fc"), ("d.c",),
+          lambda s, w: _gemm(w.rows, s.taps * s.hidden, s.hidden),
+          "features of the rows committed last step, projected to the drafter's width"),
+    Phase("draft_kv", "draft", LAYER, ("d.c", "d.w.qkv"), ("d.kv",),
+          lambda s, w: _gemm(w.rows, s.hidden, 2 * s.kv_heads * s.head_dim),
+          "the drafter's keys and values of those rows, appended to its pages"),
+    Phase("draft_embed", "draft", ONCE, ("w.head",), ("d.x",),
+          lambda s, w: Cost(0, 0, 2 * w.rows * s.hidden, 0),
+          "each slot's block: the anchor, then MASK"),
+    Phase("draft_qkv", "draft", LAYER, ("d.x", "d.w.attn_norm", "d.w.qkv"), ("d.q", "d.kv"), _qkv,
+          "the block's queries, keys and values"),
+    Phase("draft_attend", "draft", LAYER, ("d.q", "d.kv"), ("d.attn",), _attention,
+          "the block's rows over the drafter's context and over each other"),
+    *(Phase(f"draft_{name}", "draft", LAYER, _draft_names(reads), _draft_names(writes), cost, does)
+      for name, reads, writes, cost, does in _TARGET_LAYER[3:]),
+    Phase("draft_head", "draft", ONCE, ("d.x", "d.w.final_norm", "w.head"), ("d.logits",),
+          lambda s, w: _gemm(w.head_rows, s.hidden, s.vocab),
+          "logits of the drafted positions"),
+    Phase("draft_rank", "draft", ONCE, ("d.logits",), ("ranked",),
+          lambda s, w: Cost(0, 0, 2 * w.head_rows * s.vocab, 4 * w.head_rows * s.vocab),
+          "per drafted position the likeliest tokens and their log-probabilities"),
+    Phase("tree", "draft", ONCE, ("ranked",), ("tree",), _nothing,
+          "best-first trees, one per drafting slot, and how much of each to verify"),
+    Phase("rows", "rows", ONCE, ("tree",), ("rows",), _nothing,
+          "the target's row table and attention work, by the leader"),
+)  # fmt: skip
+
 PHASES: tuple[Phase, ...] = (
-    Phase(
-        "embed", "target", False, ("w.head",), ("x",), "all",
-        lambda s, w: Cost(0, 0, 2 * w.rows * s.hidden, 0),
-        "gather the rows' token embeddings into the residual stream",
-    ),
-    Phase(
-        "qkv", "target", True, ("x", "w.attn_norm", "w.qkv"), ("q", "kv"), "all", _qkv,
-        "RMSNorm, query/key/value projections, RoPE; keys and values go to the rows' pages",
-    ),
-    Phase(
-        "attend", "target", True, ("q", "kv"), ("parts",), "all", _attention,
-        "keys below c(p) in 64-blocks, split over workers: canonical order, part one",
-    ),
-    Phase(
-        "merge", "target", True, ("q", "kv", "parts"), ("attn",), "all", _nothing,
-        "keys c(p)..p one by one, then the parts in ascending order (cost counted in attend)",
-    ),
-    Phase(
-        "out_proj", "target", True, ("attn", "w.out", "x"), ("x",), "all",
-        lambda s, w: _gemm(w.rows, s.heads * s.head_dim, s.hidden),
-        "output projection, added to the residual stream",
-    ),
-    Phase(
-        "gate_up", "target", True, ("x", "w.ffn_norm", "w.gate_up"), ("h",), "all",
-        lambda s, w: _gemm(w.rows, s.hidden, 2 * s.ffn),
-        "RMSNorm, gate and up projections, silu(gate) * up",
-    ),
-    Phase(
-        "down", "target", True, ("h", "w.down", "x"), ("x",), "all",
-        lambda s, w: _gemm(w.rows, s.ffn, s.hidden),
-        "down projection, added to the residual stream",
-    ),
-    Phase(
-        "head", "head", False, ("x", "w.final_norm", "w.head"), ("logits",), "all",
-        lambda s, w: _gemm(w.head_rows, s.hidden, s.vocab),
-        "final RMSNorm and logits of the rows that need them",
-    ),
-    Phase(
-        "select", "head", False, ("logits",), ("token", "logprob"), "all",
-        lambda s, w: Cost(0, 0, 2 * w.head_rows * s.vocab, 4 * w.head_rows * s.vocab),
-        "every head row's token: highest logit, lowest id on ties; its log-probability",
-    ),
+    *_DRAFT,
+    Phase("embed", "target", ONCE, ("rows", "w.head"), ("x",),
+          lambda s, w: Cost(0, 0, 2 * w.rows * s.hidden, 0),
+          "gather the rows' token embeddings into the residual stream"),
+    *(Phase(name, "target", LAYER, reads, writes, cost, does)
+      for name, reads, writes, cost, does in _TARGET_LAYER),
+    Phase("tap", "target", TAP, ("x",), ("features",),
+          lambda s, w: Cost(0, 0, 2 * w.rows * s.hidden, 0),
+          "copy the residual stream after a layer that the drafter listens to"),
+    Phase("head", "head", ONCE, ("x", "w.final_norm", "w.head"), ("logits",),
+          lambda s, w: _gemm(w.head_rows, s.hidden, s.vocab),
+          "final RMSNorm and logits of the rows that need them"),
+    Phase("decide", "head", ONCE, ("logits", "tree"), ("decision",),
+          lambda s, w: Cost(0, 0, 2 * w.head_rows * s.vocab, 4 * w.head_rows * s.vocab),
+          "each slot's walk: the target's token at a node, greedy or sampled, then its child"),
+    Phase("compact", "head", ONCE, ("decision", "kv"), ("kv",), _nothing,
+          "keys and values of the accepted path to their final places"),
 )  # fmt: skip
 
 
@@ -144,19 +176,30 @@ def phase_number(name: str) -> int:
     return {phase.name: number for number, phase in enumerate(PHASES)}[name]
 
 
-def program(layers: int) -> np.ndarray:
+def program(layers: int, draft_layers: int = 0, taps: Sequence[int] = ()) -> np.ndarray:
     """The phases of one step in order, `[operations, 2]` int32: phase number, layer.
 
-    Neighbouring phases that are `per_layer` form the body that is repeated for every layer.
+    Neighbouring phases of one segment that repeat `LAYER` form the body of that segment's layers.
+    A `TAP` phase belongs to the body but runs only behind the layers in `taps`; its number is the
+    tap's index. Without a drafter its segment and the taps are left out.
     """
+    chosen = [
+        (number, phase)
+        for number, phase in enumerate(PHASES)
+        if draft_layers or (phase.segment != "draft" and phase.repeat != TAP)
+    ]
     operations: list[tuple[int, int]] = []
-    body: list[int] = []
-    for number, phase in enumerate(PHASES):
-        if phase.per_layer:
-            body.append(number)
+    for (segment, is_once), run in groupby(
+        chosen, key=lambda pair: (pair[1].segment, pair[1].repeat == ONCE)
+    ):
+        body = list(run)
+        if is_once:
+            operations += [(number, 0) for number, _ in body]
             continue
-        operations += [(b, layer) for layer in range(layers) for b in body]
-        body = []
-        operations.append((number, 0))
-    operations += [(b, layer) for layer in range(layers) for b in body]
+        for layer in range(draft_layers if segment == "draft" else layers):
+            for number, phase in body:
+                if phase.repeat == LAYER:
+                    operations.append((number, layer))
+                else:
+                    operations += [(number, t) for t, tap in enumerate(taps) if tap == layer]
     return np.array(operations, np.int32)
