@@ -166,6 +166,19 @@ def test_equals_brute_force() -> None:
     assert min(ties, full, 1000 - full, cut) > 100
 
 
+def test_equals_brute_force_where_only_deep_ranks_differ() -> None:
+    rng = np.random.default_rng(11)
+    for _ in range(20):
+        logits = np.full((MAX_DEPTH, 3), -np.inf, np.float32)
+        for d, width in enumerate(rng.permutation([1] * 10 + [2, 2, 2, 3, 3])):
+            logits[d, rng.permutation(3)[:width]] = 0
+        ids, logprobs, widths = candidates(logits, 3, rng)
+        tree, _, _ = build(ids, logprobs, widths, MAX_NODES)
+        wanted = brute_force(logprobs, widths, MAX_DEPTH, MAX_NODES)
+        assert ranks_of(tree, ids) == [ranks for ranks, _ in wanted]
+        check_links(tree)
+
+
 def test_a_nan_candidate_cuts_the_tree_even_where_the_width_does_not_say_so() -> None:
     rng = np.random.default_rng(1)
     for where, wrong in itertools.product(range(4), (NAN, INF)):
