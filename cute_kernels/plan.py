@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
 
 ONCE, LAYER, TAP = "once", "layer", "tap"
-"""How often a phase runs in a step: once, in every layer of its model, behind every tapped layer."""
+"""How often a phase runs in a step: once, in every layer of its model, or behind tapped layers."""
 
 
 class Work(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from cute_kernels.cpu.sampling import alternatives, decide_row
 from cute_kernels.cpu.slots import Stage
-from cute_kernels.cpu.tree import child_with_token, compact_kv
+from cute_kernels.cpu.tree import child_with_token, compact_kv, tree_of
 from host.atomics import fetch_add
 from host.jit import jit
 
@@ -18,7 +18,7 @@ _PREFILL = int(Stage.PREFILL)
 
 
 @jit
-def decide(dims, sched, batch, acts, tree, decision, worker, workers, counters, op):
+def decide(dims, sched, acts, trees, decision, worker, workers, counters, op):
     """One item per slot: fill `decision` with the tokens of its walk."""
     s = worker
     while s < sched.slot.shape[0]:
@@ -27,7 +27,7 @@ def decide(dims, sched, batch, acts, tree, decision, worker, workers, counters, 
         if slot.first_row >= 0 and not (
             slot.stage == _PREFILL and slot.copied_tokens < slot.prompt_tokens
         ):
-            _walk(dims, sched, acts, tree, decision, worker, s)
+            _walk(dims, sched, acts, tree_of(trees, s), decision, worker, s)
         s = workers + fetch_add(counters, op * 8, 1)
 
 
@@ -52,7 +52,7 @@ def _walk(dims, sched, acts, tree, decision, worker, s):
                 decision.alternative_logprob[s, k],
             )  # fmt: skip
         k += 1
-        row = child_with_token(tree, s, row, token) if token >= 0 and slot.nodes else -1
+        row = child_with_token(tree, row, token) if token >= 0 and slot.nodes else -1
     decision.count[s] = k
 
 

@@ -93,20 +93,18 @@ def suggested(slot):
 
 
 @jit
-def cut_budget(policy, slot, scores, nodes, rows):
-    """How many of `nodes` nodes, with log-probabilities `scores` in descending order, to verify in
-    a step that has `rows` other rows; remembers whether drafting paid."""
+def cut_budget(policy, slot, expected, nodes, rows):
+    """How many of a tree's `nodes` nodes to verify in a step of `rows` rows without them.
+
+    `expected[B]` is the sum of the probabilities of its first B nodes. Remembers whether drafting
+    paid.
+    """
     base = step_time(policy, rows)
     best, best_value = 0, 0.0
-    promised = 0.0
-    at = 0
     for i in range(LADDER.shape[0]):
         budget = min(LADDER[i], nodes)
-        while at < budget:
-            promised += np.exp(np.float64(scores[at + 1]))
-            at += 1
         cost = policy.rate[0] * (step_time(policy, rows + budget) - base)
-        value = slot.gain * promised - cost
+        value = slot.gain * expected[budget] - cost
         if value > best_value:
             best, best_value = budget, value
         if budget == nodes:

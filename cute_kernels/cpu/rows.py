@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from cute_kernels.cpu.service import emit_copied
 from cute_kernels.cpu.slots import AUTO, Count, Stage
+from cute_kernels.cpu.tree import tree_of
 from host.jit import jit
 from host.wire import BLOCK_BYTES, PAIRS
 
@@ -112,7 +113,7 @@ def _add_segment(batch, s, first_row):
 
 
 @jit
-def build_draft_rows(sched, draft, limits, mask_token):
+def build_draft_rows(sched, draft, limits):
     """The drafter's rows: per drafting slot its newest token, then MASK, at the next positions."""
     draft.count[:] = 0
     for s in range(sched.slot.shape[0]):
@@ -121,9 +122,10 @@ def build_draft_rows(sched, draft, limits, mask_token):
             continue
         first = draft.count[0]
         for k in range(limits.block):
-            token = sched.tokens[s, slot.kv_tokens] if k == 0 else mask_token
+            token = sched.tokens[s, slot.kv_tokens] if k == 0 else limits.mask_token
             position = slot.kv_tokens + k
-            _add_row(draft, s, token, position, position, 0 < k <= slot.depth)
+            drafted = 0 <= k - limits.first_drafted < slot.depth
+            _add_row(draft, s, token, position, position, drafted)
         _add_segment(draft, s, first)
     return draft.count[0]
 
@@ -144,7 +146,7 @@ def _copy_prompt(wire, sched, s, upto):
 
 
 @jit
-def build_rows(wire, sched, batch, tree, limits):
+def build_rows(wire, sched, batch, trees, limits):
     """The target's row table: each planned slot's tree, root first, then the chunk of prefill.
 
     A tree row sits at position n + depth but keeps its key and value at n + index until the path is
@@ -158,14 +160,15 @@ def build_rows(wire, sched, batch, tree, limits):
         n = slot.kv_tokens
         slot.first_row = batch.count[0]
         slot.first_head = batch.count[1]
+        tree = tree_of(trees, s)
         _add_row(batch, s, sched.tokens[s, n], n, n, True)
         for i in range(1, slot.nodes + 1):
-            depth = tree.depth[s, i]
-            row = _add_row(batch, s, tree.token[s, i], n + depth, n + i, True)
+            depth = tree.depth[i]
+            row = _add_row(batch, s, tree.token[i], n + depth, n + i, True)
             batch.base[row] = n
             batch.depth[row] = depth
             for k in range(depth + 1):
-                batch.path[row, k] = tree.path[s, i, k]
+                batch.path[row, k] = tree.path[i, k]
         _add_segment(batch, s, slot.first_row)
     s = sched.count[_PREFILL_SLOT]
     if s >= 0:

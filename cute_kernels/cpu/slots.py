@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cute_kernels.cpu.state import MAX_DEPTH
 from host.wire import MAX_ALTERNATIVES, MAX_BIAS, MAX_STOP_IDS, REQUEST
-
-MAX_DEPTH = 15
-"""Deepest node of a draft tree: drafted positions of the largest block."""
 
 STEP_TOKENS = MAX_DEPTH + 1
 """Most tokens one step can commit for a slot: a whole path and the token after it."""
@@ -94,6 +92,8 @@ class Limits(NamedTuple):
     park_after_ns: int  # idle time before the loop leaves; negative: never
     deadline_ns: int  # for every wait inside a step
     block: int  # positions of a draft block, the anchor included; 0: no drafter
+    mask_token: int  # what the drafted positions of a block hold
+    first_drafted: int  # first row of a block that predicts: 1, or 0 where rows predict the next
     budget: int  # nodes per slot and step; AUTO: chosen each step
     chain: int  # 1: chains only
 

@@ -1,0 +1,75 @@
+"""From the drafter's logits to trees: rank each drafted position, build and cut each slot's tree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cute_kernels.cpu.policy import cut_budget
+from cute_kernels.cpu.slots import AUTO
+from cute_kernels.cpu.state import MAX_DEPTH
+from cute_kernels.cpu.topk import log_sum_exp, top_k_sorted
+from cute_kernels.cpu.tree import build_tree, tree_of
+from host.atomics import fetch_add
+from host.jit import jit
+
+_AUTO = int(AUTO)
+
+
+class Ranked(NamedTuple):
+    """The drafter's candidates of the current step, sorted by (logit descending, id ascending)."""
+
+    ids: np.ndarray  # [S, MAX_DEPTH, K] int32
+    logprobs: np.ndarray  # [S, MAX_DEPTH, K] float32: logit - logsumexp over the vocabulary
+    widths: np.ndarray  # [S, MAX_DEPTH] int32; 0 where the logits held NaN
+
+
+def make_ranked(slots: int, candidates: int) -> Ranked:
+    """Room for `candidates` per position."""
+    shape = (slots, MAX_DEPTH, max(candidates, 1))
+    return Ranked(
+        np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape[:2], np.int32)
+    )
+
+
+@jit
+def draft_rank(dims, sched, draft, acts, ranked, first_drafted, worker, workers, counters, op):
+    """One item per drafted position: its likeliest tokens. Row `first_drafted` of a block predicts
+    the token behind the anchor (1: rows predict their own position; 0: the one behind it)."""
+    item = worker
+    while item < draft.count[1]:
+        row = draft.head_row[item]
+        s = draft.slot[row]
+        at = draft.position[row] - sched.slot[s].kv_tokens - first_drafted
+        logits = acts.logits[item]
+        k = min(np.int64(sched.slot[s].budget), ranked.ids.shape[2])
+        width = top_k_sorted(logits, dims.vocab, k, ranked.ids[s, at], ranked.logprobs[s, at])
+        ranked.widths[s, at] = width
+        if width > 0:
+            total = log_sum_exp(logits, dims.vocab, ranked.logprobs[s, at, 0])
+            for i in range(width):
+                ranked.logprobs[s, at, i] -= total
+        item = workers + fetch_add(counters, op * 8, 1)
+
+
+@jit
+def grow_trees(
+    sched, trees, frontiers, ranked, limits, policy, rows, worker, workers, counters, op
+):
+    """One item per slot: its tree, and with an automatic budget how much of it pays."""
+    s = worker
+    while s < sched.slot.shape[0]:
+        slot = sched.slot[s]
+        if slot.drafts:
+            tree = tree_of(trees, s)
+            nodes, _ = build_tree(
+                sched.tokens[s, slot.kv_tokens], ranked.ids[s], ranked.logprobs[s],
+                ranked.widths[s], slot.depth, slot.budget, limits.chain == 1, tree,
+                frontiers[worker],
+            )  # fmt: skip
+            if limits.budget == _AUTO:
+                nodes = cut_budget(policy, slot, tree.expected, nodes, rows)
+                tree.rows[0] = nodes + 1
+            slot.nodes = nodes
+        s = workers + fetch_add(counters, op * 8, 1)
