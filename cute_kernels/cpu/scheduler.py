@@ -136,6 +136,7 @@ def _add_row(batch, s, token, position, wants_logits):
     batch.token[row] = token
     batch.slot[row] = s
     batch.position[row] = position
+    batch.depth[row] = 0
     batch.count[0] = row + 1
     if wants_logits:
         batch.head_row[batch.count[1]] = row
