@@ -5,7 +5,8 @@ of one page with a running softmax, k ascending; `SPLIT_BLOCKS` blocks make a *p
 parts are merged in ascending order. Keys c..p, 15 to 79 of them (fewer at the start), form the
 *tail*, which is merged last. So what a row computes depends on its position and its keys alone: not
 on the rows beside it, nor on how the work was divided. The 15 is the deepest a draft tree goes:
-keys below c are committed whatever branch the row belongs to.
+keys below c are committed whatever branch the row belongs to, and the tail is the only part where
+a row looks for keys along its path through the tree.
 
 `attend` does the block part from a list of work items that all layers share, `merge` the rest. The
 query heads of one key/value head are extra rows of the same product.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from cute_kernels.cpu.simd import LANES, PAIR, advance, pair_gemm, pointer
-from cute_kernels.cpu.state import PAGE
+from cute_kernels.cpu.state import MAX_DEPTH, PAGE, root_position
 from cute_kernels.cpu.vecmath import exp, softmax_step
 from host.atomics import fetch_add
 from host.jit import jit
@@ -24,7 +25,7 @@ from host.jit import jit
 SPLIT_BLOCKS = 4
 """Pages in a part."""
 
-TAIL = 15
+TAIL = MAX_DEPTH
 """Newest positions that never belong to a block: the deepest a draft tree may go."""
 
 FEW_ROWS = 16
@@ -210,14 +211,62 @@ def merge(dims, weights, kv, batch, acts, layer, worker, counters, op):
 
 
 @jit
+def _scattered(batch, row):
+    """Rows at the end of the row's path that do not follow the row before them in memory."""
+    depth, joined = batch.depth[row], 0
+    while joined <= depth and batch.path[row, joined] == joined:
+        joined += 1
+    return depth + 1 - joined
+
+
+@jit
+def _gather_scores(dims, kv, batch, layer, row, head, q, pair, pair_view, scores, width, count):
+    """Scores of the last `count` keys of the row's path into `scores[g * width + 0..count - 1]`.
+
+    A pair of tiles is multiplied whole and the path's columns are taken: each column is a dot
+    product of its own, so what stands in the others does not matter.
+    """
+    group, size = dims.heads // dims.kv_heads, dims.head_dim
+    root, first = root_position(batch, row), batch.depth[row] + 1 - count
+    done = -1
+    for i in range(count):
+        at = root + batch.path[row, first + i]
+        if at // PAIR != done:
+            done = at // PAIR
+            page = batch.pages[batch.slot[row], at // PAGE]
+            where = (layer * kv.k.shape[1] + page) * dims.kv_heads + head
+            k = pointer(kv.k, (where * PAGE + at % PAGE // PAIR * PAIR) * size)
+            pair_gemm(
+                q, size, group, k, LANES, size * LANES, pair, PAIR, size, False, k, False
+            )  # fmt: skip
+        for g in range(group):
+            scores[g * width + i] = pair_view[g * PAIR + at % PAIR]
+
+
+@jit
+def _gather_values(dims, kv, batch, layer, row, head, out, out_at, count):
+    """Values of the last `count` keys of the row's path, one after the other, to `out[out_at:]`."""
+    size = dims.head_dim
+    root, first = root_position(batch, row), batch.depth[row] + 1 - count
+    for i in range(count):
+        at = root + batch.path[row, first + i]
+        values = kv.v[layer, batch.pages[batch.slot[row], at // PAGE], head, at % PAGE]
+        for d in range(size):
+            out[out_at + i * size + d] = values[d]
+
+
+@jit
 def _finish_row(dims, kv, batch, acts, layer, worker, row, head):
     group, size = dims.heads // dims.kv_heads, dims.head_dim
     scratch = acts.scratch[worker]
-    # scores [group, 96], tail [group, size], total [group, size], their states [2, group, 2]
+    # scores [group, 96], tail [group, size], total [group, size], their states [2, group, 2]; then
+    # what scattered keys need: a pair of tiles of scores [group, 32], values [TAIL, size]
     width = PAGE + PAIR
     tail_at = group * width
     total_at = tail_at + group * size
     states_at = total_at + group * size
+    pair_at = states_at + group * 4
+    values_at = pair_at + group * PAIR
     for i in range(group):
         scratch[states_at + 2 * i] = _NO_MAXIMUM
         scratch[states_at + 2 * i + 1] = np.float32(0.0)
@@ -225,22 +274,31 @@ def _finish_row(dims, kv, batch, acts, layer, worker, row, head):
     position = batch.position[row]
     start = first_tail_key(position)
     keys = position - start + 1
-    here = min(keys, PAGE)
+    # The first `joined` keys lie in a row; those of the path after its first branch are scattered.
+    scattered = _scattered(batch, row)
+    joined = keys - scattered
+    here = min(joined, PAGE)
     pages = batch.pages[batch.slot[row]]
     where = (layer * kv.k.shape[1] + pages[start // PAGE]) * dims.kv_heads + head
     beyond = where
-    if keys > PAGE:
+    if joined > PAGE:
         beyond = (layer * kv.k.shape[1] + pages[start // PAGE + 1]) * dims.kv_heads + head
     base = worker * acts.scratch.shape[1]
     scores, tail = pointer(acts.scratch, base), pointer(acts.scratch, base + tail_at)
     q = pointer(acts.q, (head * acts.q.shape[1] + row * group) * size)
-    for pair in range((keys + PAIR - 1) // PAIR):
+    for pair in range((joined + PAIR - 1) // PAIR):
         page = where if pair < PAGE // PAIR else beyond
         k = pointer(kv.k, (page * PAGE + pair % (PAGE // PAIR) * PAIR) * size)
         pair_gemm(
             q, size, group, k, LANES, size * LANES, advance(scores, pair * PAIR), width, size,
             False, k, False,
         )  # fmt: skip
+    if scattered > 0:
+        _gather_scores(
+            dims, kv, batch, layer, row, head, q, pointer(acts.scratch, base + pair_at),
+            scratch[pair_at : pair_at + group * PAIR], scratch[joined:tail_at], width, scattered,
+        )  # fmt: skip
+        _gather_values(dims, kv, batch, layer, row, head, scratch, values_at, scattered)
     for g in range(group):
         softmax_step(
             advance(scores, g * width), keys, pointer(acts.scratch, base + states_at + 2 * g)
@@ -249,10 +307,14 @@ def _finish_row(dims, kv, batch, acts, layer, worker, row, head):
         v = pointer(kv.v, where * PAGE * size + pair * PAIR)
         out = advance(tail, pair * PAIR)
         pair_gemm(scores, width, group, v, size, LANES, out, size, here, False, v, False)
-        if keys > PAGE:
+        if joined > PAGE:
             v = pointer(kv.v, beyond * PAGE * size + pair * PAIR)
             rest = advance(scores, PAGE)
-            pair_gemm(rest, width, group, v, size, LANES, out, size, keys - PAGE, True, v, False)
+            pair_gemm(rest, width, group, v, size, LANES, out, size, joined - PAGE, True, v, False)
+        if scattered > 0:
+            v = pointer(acts.scratch, base + values_at + pair * PAIR)
+            rest = advance(scores, joined)
+            pair_gemm(rest, width, group, v, size, LANES, out, size, scattered, True, v, False)
 
     for g in range(group):
         state = scratch[states_at + 2 * (group + g) : states_at + 2 * (group + g) + 2]

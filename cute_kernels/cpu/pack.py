@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cute_kernels.cpu.attention import FEW_ROWS, SPLIT_BLOCKS, tile_rows
+from cute_kernels.cpu.attention import FEW_ROWS, SPLIT_BLOCKS, TAIL, tile_rows
 from cute_kernels.cpu.simd import LANES, PAIR
 from cute_kernels.cpu.state import PAGE, Acts, Dims, Kv, Weights
 
@@ -208,7 +208,7 @@ def scratch_words(config: ModelConfig, rows: int) -> int:
     gemm = rows * (config.hidden + _PAD) + rows * PAIR
     tile = group * max(tile_rows(group), FEW_ROWS)
     attend = tile * (PAGE + config.head_dim + 2)
-    merge = group * (PAGE + PAIR + 2 * config.head_dim + 4)
+    merge = group * (PAGE + 2 * PAIR + 2 * config.head_dim + 4) + TAIL * config.head_dim
     return _round_up(max(gemm, attend, merge) + _PAD, 1024)
 
 

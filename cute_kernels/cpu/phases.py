@@ -18,7 +18,7 @@ import math
 import numpy as np
 
 from cute_kernels.cpu.simd import LANES, PAIR, load_weight, pair_gemm, pointer
-from cute_kernels.cpu.state import PAGE
+from cute_kernels.cpu.state import PAGE, kv_position
 from cute_kernels.cpu.vecmath import argmax, log, silu_product, sum_exp, sum_squares
 from host.atomics import fetch_add
 from host.jit import jit
@@ -92,10 +92,10 @@ def qkv(dims, weights, kv, batch, acts, layer, worker, counters, op):
         else:
             head -= dims.heads + dims.kv_heads
             for r in range(rows):
-                position = batch.position[r]
-                page = batch.pages[batch.slot[r], position // PAGE]
+                at = kv_position(batch, r)
+                page = batch.pages[batch.slot[r], at // PAGE]
                 for j in range(PAIR):
-                    kv.v[layer, page, head, position % PAGE, 2 * first + j] = buffer[r, j]
+                    kv.v[layer, page, head, at % PAGE, 2 * first + j] = buffer[r, j]
         item = following
 
 
@@ -117,10 +117,10 @@ def _store_queries(dims, weights, batch, acts, buffer, rows, head, first):
 def _store_keys(dims, weights, kv, batch, layer, buffer, rows, head, first):
     half = dims.head_dim // 2
     for r in range(rows):
-        position = batch.position[r]
-        turn = weights.rope[position]
-        offset = position % PAGE
-        page = batch.pages[batch.slot[r], position // PAGE]
+        turn = weights.rope[batch.position[r]]
+        at = kv_position(batch, r)
+        offset = at % PAGE
+        page = batch.pages[batch.slot[r], at // PAGE]
         tile = kv.k[layer, page, head, offset // LANES]
         for j in range(LANES):
             a, b = buffer[r, j], buffer[r, LANES + j]

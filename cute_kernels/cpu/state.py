@@ -12,8 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from host.jit import jit
+
 PAGE = 64
 """KV positions in a page."""
+
+MAX_DEPTH = 15
+"""Depth of the deepest row of a draft tree, the root's being 0."""
 
 
 class Dims(NamedTuple):
@@ -57,12 +62,21 @@ class Kv(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The rows of one step, written by the scheduler before the first phase."""
+    """The rows of one step, written by the scheduler before the first phase.
+
+    A segment is a run of positions of one sequence (a prompt's chunk, one decode row), where all
+    depths are 0, or a draft tree. A tree's first row is its root, at the first position that is not
+    committed; a row's `position` is the root's plus its depth. Siblings share a position, so keys and
+    values are stored elsewhere: those of the segment's row i at root + i, see `kv_position`.
+    """
 
     count: Any  # [8] int64: rows, head rows, segments, attention items, parts
     token: np.ndarray  # [R] int32
     slot: np.ndarray  # [R] int32
-    position: np.ndarray  # [R] int32, absolute; also the KV position the row's key and value go to
+    position: np.ndarray  # [R] int32, absolute
+    depth: np.ndarray  # [R] int32: in the draft tree; 0 for its root and for rows of no tree
+    path: np.ndarray  # [R, MAX_DEPTH + 1] int32: rows of the tree, counted from the root (0), down
+    #                   to the row itself; `depth + 1` are read, the first is always 0
     head_row: np.ndarray  # [head rows] int32: the row each row of logits belongs to
     segment: np.ndarray  # [segments, 3] int32: slot, first row, rows (one slot's consecutive rows)
     pages: np.ndarray  # [S, pages per slot] int32: page table
@@ -92,9 +106,23 @@ def make_batch(*, rows: int, head_rows: int, slots: int, pages_per_slot: int, it
         token=np.zeros(rows, np.int32),
         slot=np.zeros(rows, np.int32),
         position=np.zeros(rows, np.int32),
+        depth=np.zeros(rows, np.int32),
+        path=np.zeros((rows, MAX_DEPTH + 1), np.int32),
         head_row=np.zeros(head_rows, np.int32),
         segment=np.zeros((slots + 1, 3), np.int32),
         pages=np.zeros((slots, pages_per_slot), np.int32),
         item=np.zeros((items, 6), np.int32),
         part=np.zeros((rows, 2), np.int32),
     )
+
+
+@jit
+def root_position(batch, row):
+    """The position of the root of the row's tree: that of the row itself where there is no tree."""
+    return batch.position[row] - batch.depth[row]
+
+
+@jit
+def kv_position(batch, row):
+    """Where in its slot's pages the row's key and value are stored."""
+    return root_position(batch, row) + batch.path[row, batch.depth[row]]

@@ -20,14 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cute_kernels.cpu.state import MAX_DEPTH
 from cute_kernels.cpu.vecmath import exp
 from host.jit import jit
 
 MAX_NODES = 255
 """Nodes of a tree, the root not counted; and the largest rank, which must fit a byte of the key."""
-
-MAX_DEPTH = 15
-"""Depth of the deepest node: block size less the anchor, and what attention's tail allows for."""
 
 _NONE = np.float32(-np.inf)
 

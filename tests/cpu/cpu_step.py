@@ -64,11 +64,24 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 @dataclass
 class Segment:
-    """Consecutive rows of one slot: tokens at positions from `start` on."""
+    """Consecutive rows of one slot: tokens at positions from `start` on.
+
+    With `parents` (-1, then lower rows), the rows of a draft tree whose root is at `start`.
+    """
 
     slot: int
     start: int
     tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+
+    def paths(self) -> list[list[int]]:
+        """For each row, the rows from the tree's root to itself; `[0]` for rows of no tree."""
+        if self.parents is None:
+            return [[0]] * len(self.tokens)
+        paths: list[list[int]] = []
+        for row, parent in enumerate(self.parents):
+            paths.append([*paths[parent], row] if row else [0])
+        return paths
 
 
 class Step:
@@ -119,6 +132,12 @@ class Step:
             b.token[row : row + n] = s.tokens
             b.slot[row : row + n] = s.slot
             b.position[row : row + n] = np.arange(s.start, s.start + n)
+            for r, path in enumerate(s.paths(), row):
+                b.path[r] = -7  # what is beyond the row itself must not be looked at
+                b.path[r, : len(path)] = path
+                b.depth[r] = len(path) - 1
+                if s.parents is not None:
+                    b.position[r] = s.start + len(path) - 1
             row += n
         chosen = range(row) if head_rows is None else head_rows
         b.head_row[: len(chosen)] = chosen

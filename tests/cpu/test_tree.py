@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cute_kernels.cpu import tree as trees
+from cute_kernels.cpu.state import MAX_DEPTH
 from cute_kernels.cpu.tree import (
-    MAX_DEPTH,
     MAX_NODES,
     Frontier,
     Tree,
