@@ -66,7 +66,7 @@ _PARAM_FIELDS: list[tuple[str, object]] = [
     ("top_p", "f4"),  # 1: off
     ("min_p", "f4"),  # 0: off
     ("min_new_tokens", "i4"),  # stop ids do not end the request before
-    ("alternatives", "i4"),  # further log-probabilities per token, the likeliest first
+    ("logprobs", "i4"),  # further log-probabilities per token, the likeliest first
     ("bias_count", "i4"),
     ("stop_count", "i4"),
     ("stop_ids", ("i4", (MAX_STOP_IDS,))),

@@ -175,9 +175,8 @@ class SamplingParams:
         record = np.zeros(1, PARAMS)
         seed = secrets.randbits(64) if self.seed is None else self.seed
         record["seed"] = np.uint64(seed % 2**64).view(np.int64)
-        for name in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens"):
+        for name in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens", "logprobs"):
             record[name] = getattr(self, name)
-        record["alternatives"] = self.logprobs
         record["bias_count"] = len(self.logit_bias)
         record["stop_count"] = len(stops)
         record["stop_ids"][0, : len(stops)] = stops

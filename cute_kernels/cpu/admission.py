@@ -70,15 +70,15 @@ def _free_slot(sched):
 
 
 @jit
-def _take_params(slot, params):
-    slot.seed = params.seed
-    slot.temperature = params.temperature
-    slot.top_k = params.top_k
-    slot.top_p = params.top_p
-    slot.min_p = params.min_p
+def _take_params(slot, sampling, params):
+    sampling.seed = params.seed
+    sampling.temperature = params.temperature
+    sampling.top_k = params.top_k
+    sampling.top_p = params.top_p
+    sampling.min_p = params.min_p
+    sampling.logprobs = params.logprobs
+    sampling.bias_count = params.bias_count
     slot.min_new_tokens = params.min_new_tokens
-    slot.alternatives = params.alternatives
-    slot.bias_count = params.bias_count
     slot.stop_count = params.stop_count
     for i in range(params.stop_count):
         slot.stop_ids[i] = params.stop_ids[i]
@@ -123,7 +123,7 @@ def admit(wire, sched, batch, limits):
         slot.rest = 0
         slot.idle_rounds = 0
         slot.gain = 1.0
-        _take_params(slot, wire.params[entry.block])
+        _take_params(slot, sched.sampling[s], wire.params[entry.block])
         for i in range(pages):
             sched.count[_FREE_PAGES] -= 1
             batch.pages[s, i] = sched.free_pages[sched.count[_FREE_PAGES]]

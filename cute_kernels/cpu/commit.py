@@ -7,13 +7,14 @@ walk in order, and everything behind the first stop is as if it had never been d
 from __future__ import annotations
 
 from cute_kernels.cpu.admission import finish
+from cute_kernels.cpu.rows import add_row, add_segment
 from cute_kernels.cpu.service import emit_tokens
 from cute_kernels.cpu.slots import Count, Stage
 from host.jit import jit
 from host.wire import FinishReason
 
-_DECODE, _PREFILL = int(Stage.DECODE), int(Stage.PREFILL)
-_PREFILL_SLOT, _STEP = int(Count.PREFILL_SLOT), int(Count.STEP)
+_FREE, _DECODE, _PREFILL = int(Stage.FREE), int(Stage.DECODE), int(Stage.PREFILL)
+_STEP = int(Count.STEP)
 _STOP, _LENGTH, _ERROR = int(FinishReason.STOP), int(FinishReason.LENGTH), int(FinishReason.ERROR)
 
 
@@ -53,7 +54,7 @@ def _commit_slot(wire, sched, batch, decision, s):
     start = slot.prompt_tokens + slot.new_tokens
     for k in range(kept):
         sched.tokens[s, start + k] = decision.token[s, k]
-    emit_tokens(wire, sched, decision, s, slot.request_id, kept, slot.alternatives)
+    emit_tokens(wire, sched, decision, s, slot.request_id, kept, sched.sampling[s].logprobs)
     slot.new_tokens += kept
     slot.stage = _DECODE
     # Keys and values of all tokens but the newest are in place.
@@ -61,12 +62,15 @@ def _commit_slot(wire, sched, batch, decision, s):
     slot.kv_tokens = position
     if reason:
         finish(wire, sched, batch, s, reason, position if reason == _ERROR else 0)
+    return kept
 
 
 @jit
-def commit(wire, sched, batch, decision, features):
-    """After the last phase: list the rows whose features the drafter has not seen, then commit."""
-    _list_features(sched, batch, decision, features)
+def commit(wire, sched, batch, decision, context):
+    """After the last phase: list the rows whose features the drafter has not seen, then commit;
+    the committed tokens, for the policy."""
+    _list_context(sched, batch, decision, context)
+    tokens = 0
     for s in range(sched.slot.shape[0]):
         slot = sched.slot[s]
         if slot.first_row < 0:
@@ -74,8 +78,9 @@ def commit(wire, sched, batch, decision, features):
         if slot.stage == _PREFILL and slot.kv_tokens + _rows(batch, s) < slot.prompt_tokens:
             slot.kv_tokens += _rows(batch, s)
         else:
-            _commit_slot(wire, sched, batch, decision, s)
+            tokens += _commit_slot(wire, sched, batch, decision, s)
     sched.count[_STEP] += 1
+    return tokens
 
 
 @jit
@@ -87,36 +92,40 @@ def _rows(batch, s):
 
 
 @jit
-def _list_features(sched, batch, decision, features):
+def _list_context(sched, batch, decision, context):
     """Rows whose features become drafter keys and values next step: of a tree those on the path, in
-    path order, of a chunk of prefill all. A slot's request id is kept with them: by then the slot
-    may belong to somebody else."""
-    features.count[0] = 0
-    if features.row.shape[0] == 0:
+    path order, of a chunk of prefill all. `token` is the row its features stand in.
+
+    The slot's request is kept with them: by then the slot may belong to somebody else.
+    """
+    context.rows.count[:] = 0
+    if context.request_id.shape[0] == 0:
         return
     for i in range(batch.count[2]):
         s, first, rows = batch.segment[i, 0], batch.segment[i, 1], batch.segment[i, 2]
         slot = sched.slot[s]
-        chunk = slot.stage == _PREFILL
-        for k in range(rows if chunk else decision.count[s]):
-            at = features.count[0]
-            features.row[at] = first + (k if chunk else decision.path[s, k])
-            features.slot[at] = s
-            features.position[at] = slot.kv_tokens + k
-            features.request_id[at] = slot.request_id
-            features.count[0] = at + 1
+        is_chunk = slot.stage == _PREFILL
+        start = context.rows.count[0]
+        for k in range(rows if is_chunk else decision.count[s]):
+            source = first + (k if is_chunk else decision.path[s, k])
+            context.request_id[context.rows.count[0]] = slot.request_id
+            add_row(context.rows, s, source, slot.kv_tokens + k, False)
+        add_segment(context.rows, s, start)
 
 
 @jit
-def drop_stale_features(sched, features):
-    """Before a step: forget rows of requests that have left their slot; what remains keeps order."""
-    kept = 0
-    for i in range(features.count[0]):
-        slot = sched.slot[features.slot[i]]
-        if slot.stage != 0 and slot.request_id == features.request_id[i]:
-            features.row[kept] = features.row[i]
-            features.slot[kept] = features.slot[i]
-            features.position[kept] = features.position[i]
-            features.request_id[kept] = features.request_id[i]
-            kept += 1
-    features.count[0] = kept
+def drop_stale_context(sched, context):
+    """Before a step: forget the rows of requests that have left their slot."""
+    rows = context.rows
+    segments = rows.count[2]
+    rows.count[:] = 0
+    for i in range(segments):
+        s, first, size = rows.segment[i, 0], rows.segment[i, 1], rows.segment[i, 2]
+        slot = sched.slot[s]
+        if size == 0 or slot.stage == _FREE or slot.request_id != context.request_id[first]:
+            continue
+        start = rows.count[0]
+        for k in range(first, first + size):
+            context.request_id[rows.count[0]] = slot.request_id
+            add_row(rows, s, rows.token[k], rows.position[k], False)
+        add_segment(rows, s, start)

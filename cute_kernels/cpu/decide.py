@@ -8,7 +8,8 @@ plain decoding, whatever the tree was. Rows off the path are never decided.
 
 from __future__ import annotations
 
-from cute_kernels.cpu.sampling import alternatives, decide_row
+from cute_kernels.cpu import sampling
+from cute_kernels.cpu.policy import note_acceptance
 from cute_kernels.cpu.slots import Stage
 from cute_kernels.cpu.tree import child_with_token, compact_kv, tree_of
 from host.atomics import fetch_add
@@ -18,7 +19,7 @@ _PREFILL = int(Stage.PREFILL)
 
 
 @jit
-def decide(dims, sched, acts, trees, decision, worker, workers, counters, op):
+def decide(dims, sched, acts, trees, decision, space, worker, workers, counters, op):
     """One item per slot: fill `decision` with the tokens of its walk."""
     s = worker
     while s < sched.slot.shape[0]:
@@ -27,33 +28,32 @@ def decide(dims, sched, acts, trees, decision, worker, workers, counters, op):
         if slot.first_row >= 0 and not (
             slot.stage == _PREFILL and slot.copied_tokens < slot.prompt_tokens
         ):
-            _walk(dims, sched, acts, tree_of(trees, s), decision, worker, s)
+            _walk(dims, sched, acts, tree_of(trees, s), decision, space, worker, s)
         s = workers + fetch_add(counters, op * 8, 1)
 
 
 @jit
-def _walk(dims, sched, acts, tree, decision, worker, s):
-    slot = sched.slot[s]
+def _walk(dims, sched, acts, tree, decision, space, worker, s):
+    slot, how = sched.slot[s], sched.sampling[s]
     row = 0
     k = 0
     while row >= 0:
         logits = acts.logits[slot.first_head + row]
         position = slot.prompt_tokens + slot.new_tokens + k
-        token, logprob = decide_row(
-            logits, dims.vocab, slot, sched.bias_id[s], sched.bias[s], position,
-            acts.scratch[worker],
-        )  # fmt: skip
+        token, logprob = sampling.decide(logits, dims.vocab, how, position, space, worker)
         decision.token[s, k] = token
         decision.logprob[s, k] = logprob
         decision.path[s, k] = row
-        if slot.alternatives and token >= 0:
-            alternatives(
-                logits, dims.vocab, slot.alternatives, decision.alternative[s, k],
-                decision.alternative_logprob[s, k],
+        if how.logprobs > 0 and token >= 0:
+            sampling.alternatives(
+                logits, dims.vocab, how.logprobs, decision.alternative[s, k],
+                decision.alternative_logprob[s, k], space, worker,
             )  # fmt: skip
         k += 1
-        row = child_with_token(tree, row, token) if token >= 0 and slot.nodes else -1
+        row = child_with_token(tree, row, token) if token >= 0 and slot.nodes > 0 else -1
     decision.count[s] = k
+    if slot.nodes > 0:
+        note_acceptance(slot, k - 1, tree.expected[slot.nodes])
 
 
 @jit

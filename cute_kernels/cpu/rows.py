@@ -7,6 +7,7 @@ drafter has spoken, so its table is a phase of the step.
 
 from __future__ import annotations
 
+from cute_kernels.cpu.policy import suggested
 from cute_kernels.cpu.service import emit_copied
 from cute_kernels.cpu.slots import AUTO, Count, Stage
 from cute_kernels.cpu.tree import tree_of
@@ -21,18 +22,17 @@ _AUTO = int(AUTO)
 
 
 @jit
-def _entries(slot, tokens):
+def _entries(sched, s, tokens):
     """Completion entries for `tokens` tokens of a slot, and its terminal entry."""
-    return (tokens * (1 + slot.alternatives) + _PAIRS - 1) // _PAIRS + 1
+    return (tokens * (1 + sched.sampling[s].logprobs) + _PAIRS - 1) // _PAIRS + 1
 
 
 @jit
-def plan_step(sched, limits, ceiling):
+def plan_step(sched, limits):
     """Choose the step's slots; True when there is anything to do.
 
     Decoding slots get a budget of nodes, the step's decode rows divided among them: beyond the
-    capacity budgets shrink first, then slots take turns. `ceiling` is the budget that the running
-    acceptance and measured step times suggest, for `AUTO`. One chunk of prefill joins, of the slot
+    capacity budgets shrink first, then slots take turns. One chunk of prefill joins, of the slot
     admitted first. Counts the completion entries the step may write.
     """
     slots = sched.slot.shape[0]
@@ -51,7 +51,7 @@ def plan_step(sched, limits, ceiling):
     sched.count[_PREFILL_SLOT] = prefill
     entries = 1
     if prefill >= 0:
-        entries += _entries(sched.slot[prefill], 1)
+        entries += _entries(sched, prefill, 1)
     if decoding == 0:
         sched.count[_ENTRIES] = entries
         return prefill >= 0
@@ -66,20 +66,19 @@ def plan_step(sched, limits, ceiling):
         if taken == limits.decode_rows:
             sched.count[_FIRST_SLOT] = s
             break
-        _choose_budget(slot, limits, share, ceiling[s])
+        _choose_budget(slot, limits, share)
         slot.first_row = 0
         taken += 1 + slot.budget
-        entries += _entries(slot, 1 + slot.depth)
+        entries += _entries(sched, s, 1 + slot.depth)
     sched.count[_ENTRIES] = entries
     return True
 
 
 @jit
-def _choose_budget(slot, limits, share, ceiling):
+def _choose_budget(slot, limits, share):
     """Nodes and depth for one slot: no node beyond the request's last token is worth a row."""
-    left = slot.max_new_tokens - slot.new_tokens
-    slot.depth = min(limits.block - 1, left - 1) if limits.block else 0
-    budget = ceiling if limits.budget == _AUTO else limits.budget
+    slot.depth = min(limits.drafted, slot.max_new_tokens - slot.new_tokens - 1)
+    budget = suggested(slot) if limits.budget == _AUTO else limits.budget
     slot.budget = max(min(budget, share), 0)
     if slot.depth <= 0 or slot.budget <= 0:
         slot.depth = 0
@@ -88,15 +87,13 @@ def _choose_budget(slot, limits, share, ceiling):
 
 
 @jit
-def _add_row(batch, s, token, position, kv_at, wants_logits):
+def add_row(batch, s, token, position, wants_logits):
+    """One more row at depth 0; its number."""
     row = batch.count[0]
     batch.token[row] = token
     batch.slot[row] = s
     batch.position[row] = position
-    batch.kv_at[row] = kv_at
-    batch.base[row] = position
     batch.depth[row] = 0
-    batch.path[row, 0] = 0
     batch.count[0] = row + 1
     if wants_logits:
         batch.head_row[batch.count[1]] = row
@@ -105,7 +102,8 @@ def _add_row(batch, s, token, position, kv_at, wants_logits):
 
 
 @jit
-def _add_segment(batch, s, first_row):
+def add_segment(batch, s, first_row):
+    """The rows from `first_row` on belong together."""
     batch.segment[batch.count[2], 0] = s
     batch.segment[batch.count[2], 1] = first_row
     batch.segment[batch.count[2], 2] = batch.count[0] - first_row
@@ -125,8 +123,8 @@ def build_draft_rows(sched, draft, limits):
             token = sched.tokens[s, slot.kv_tokens] if k == 0 else limits.mask_token
             position = slot.kv_tokens + k
             drafted = 0 <= k - limits.first_drafted < slot.depth
-            _add_row(draft, s, token, position, position, drafted)
-        _add_segment(draft, s, first)
+            add_row(draft, s, token, position, drafted)
+        add_segment(draft, s, first)
     return draft.count[0]
 
 
@@ -139,9 +137,10 @@ def _copy_prompt(wire, sched, s, upto):
         sched.tokens[s, i] = wire.pool[base + i]
     slot.copied_tokens = upto
     if upto == slot.prompt_tokens:
-        for i in range(slot.bias_count):
-            sched.bias_id[s, i] = wire.pool[base + upto + i]
-            sched.bias[s, i] = wire.pool_floats[base + upto + slot.bias_count + i]
+        sampling = sched.sampling[s]
+        for i in range(sampling.bias_count):
+            sampling.bias_ids[i] = wire.pool[base + upto + i]
+            sampling.bias[i] = wire.pool_floats[base + upto + sampling.bias_count + i]
         emit_copied(wire, sched, slot.request_id)
 
 
@@ -161,15 +160,14 @@ def build_rows(wire, sched, batch, trees, limits):
         slot.first_row = batch.count[0]
         slot.first_head = batch.count[1]
         tree = tree_of(trees, s)
-        _add_row(batch, s, sched.tokens[s, n], n, n, True)
+        add_row(batch, s, sched.tokens[s, n], n, True)
         for i in range(1, slot.nodes + 1):
             depth = tree.depth[i]
-            row = _add_row(batch, s, tree.token[i], n + depth, n + i, True)
-            batch.base[row] = n
+            row = add_row(batch, s, tree.token[i], n + depth, True)
             batch.depth[row] = depth
             for k in range(depth + 1):
                 batch.path[row, k] = tree.path[i, k]
-        _add_segment(batch, s, slot.first_row)
+        add_segment(batch, s, slot.first_row)
     s = sched.count[_PREFILL_SLOT]
     if s >= 0:
         slot = sched.slot[s]
@@ -180,7 +178,7 @@ def build_rows(wire, sched, batch, trees, limits):
         slot.first_head = batch.count[1]
         for position in range(start, end):
             last = position == slot.prompt_tokens - 1
-            _add_row(batch, s, sched.tokens[s, position], position, position, last)
-        _add_segment(batch, s, slot.first_row)
+            add_row(batch, s, sched.tokens[s, position], position, last)
+        add_segment(batch, s, slot.first_row)
 
 

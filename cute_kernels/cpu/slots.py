@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cute_kernels.cpu.sampling import SAMPLING
 from cute_kernels.cpu.state import MAX_DEPTH
-from host.wire import MAX_ALTERNATIVES, MAX_BIAS, MAX_STOP_IDS, REQUEST
+from host.wire import MAX_ALTERNATIVES, MAX_STOP_IDS, REQUEST
 
 STEP_TOKENS = MAX_DEPTH + 1
 """Most tokens one step can commit for a slot: a whole path and the token after it."""
@@ -29,7 +30,6 @@ SLOT = np.dtype(
     [
         ("request_id", "i8"),
         ("order", "i8"),  # admission number: prefill is first come, first served
-        ("seed", "i8"),
         ("stage", "i4"),
         ("prompt_tokens", "i4"),
         ("copied_tokens", "i4"),  # of the prompt, from the request pool into `tokens`
@@ -41,12 +41,6 @@ SLOT = np.dtype(
         ("pages", "i4"),
         ("steps", "i4"),  # steps that gave this request tokens
         ("pauses", "i4"),  # times the loop stood still because the completion ring was full
-        ("temperature", "f4"),
-        ("top_k", "i4"),
-        ("top_p", "f4"),
-        ("min_p", "f4"),
-        ("alternatives", "i4"),
-        ("bias_count", "i4"),
         ("stop_count", "i4"),
         ("stop_ids", "i4", (MAX_STOP_IDS,)),
         # Speculation, of the current step
@@ -91,9 +85,10 @@ class Limits(NamedTuple):
     reserve_rows: int  # positions beyond the last token that a step may write
     park_after_ns: int  # idle time before the loop leaves; negative: never
     deadline_ns: int  # for every wait inside a step
-    block: int  # positions of a draft block, the anchor included; 0: no drafter
+    block: int  # rows of a draft block, the anchor included; 0: no drafter
+    drafted: int  # positions a block predicts
     mask_token: int  # what the drafted positions of a block hold
-    first_drafted: int  # first row of a block that predicts: 1, or 0 where rows predict the next
+    first_drafted: int  # first row of a block that predicts: 1, or 0 where the anchor does too
     budget: int  # nodes per slot and step; AUTO: chosen each step
     chain: int  # 1: chains only
 
@@ -107,8 +102,7 @@ class Sched(NamedTuple):
 
     slot: np.ndarray  # [S] SLOT
     tokens: np.ndarray  # [S, ctx + 1] int32: prompt, then what was generated
-    bias_id: np.ndarray  # [S, MAX_BIAS] int32
-    bias: np.ndarray  # [S, MAX_BIAS] float32
+    sampling: np.ndarray  # [S] SAMPLING: how the slot's tokens are chosen
     pending: np.ndarray  # [C] REQUEST: admitted in order; request_id < 0: aborted, answered
     marks: np.ndarray  # [C] int64: request id to abort, by id modulo C
     free_pages: np.ndarray  # [P] int32 stack
@@ -151,8 +145,7 @@ def make_sched(
     return Sched(
         slot=np.zeros(slots, SLOT),
         tokens=np.zeros((slots, ctx + 1), np.int32),
-        bias_id=np.zeros((slots, MAX_BIAS), np.int32),
-        bias=np.zeros((slots, MAX_BIAS), np.float32),
+        sampling=np.zeros(slots, SAMPLING),
         pending=np.zeros(max_inflight, REQUEST),
         marks=np.zeros(max_inflight, np.int64),
         free_pages=np.arange(pages - 1, -1, -1, dtype=np.int32),

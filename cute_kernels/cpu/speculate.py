@@ -9,7 +9,7 @@ import numpy as np
 from cute_kernels.cpu.policy import cut_budget
 from cute_kernels.cpu.slots import AUTO
 from cute_kernels.cpu.state import MAX_DEPTH
-from cute_kernels.cpu.topk import log_sum_exp, top_k_sorted
+from cute_kernels.cpu.topk import logsumexp, top_k_sorted
 from cute_kernels.cpu.tree import build_tree, tree_of
 from host.atomics import fetch_add
 from host.jit import jit
@@ -34,7 +34,9 @@ def make_ranked(slots: int, candidates: int) -> Ranked:
 
 
 @jit
-def draft_rank(dims, sched, draft, acts, ranked, first_drafted, worker, workers, counters, op):
+def draft_rank(
+    dims, sched, draft, acts, ranked, first_drafted, space, worker, workers, counters, op
+):
     """One item per drafted position: its likeliest tokens. Row `first_drafted` of a block predicts
     the token behind the anchor (1: rows predict their own position; 0: the one behind it)."""
     item = worker
@@ -44,10 +46,12 @@ def draft_rank(dims, sched, draft, acts, ranked, first_drafted, worker, workers,
         at = draft.position[row] - sched.slot[s].kv_tokens - first_drafted
         logits = acts.logits[item]
         k = min(np.int64(sched.slot[s].budget), ranked.ids.shape[2])
-        width = top_k_sorted(logits, dims.vocab, k, ranked.ids[s, at], ranked.logprobs[s, at])
+        width = top_k_sorted(
+            logits, dims.vocab, k, ranked.ids[s, at], ranked.logprobs[s, at], space, worker
+        )
         ranked.widths[s, at] = width
         if width > 0:
-            total = log_sum_exp(logits, dims.vocab, ranked.logprobs[s, at, 0])
+            total = np.float32(logsumexp(logits, dims.vocab))
             for i in range(width):
                 ranked.logprobs[s, at, i] -= total
         item = workers + fetch_add(counters, op * 8, 1)
