@@ -123,12 +123,12 @@ def _draft_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _DRAFT: tuple[Phase, ...] = (
-    Phase("draft_context", "draft", ONCE, ("features", "d.w.fc"), ("d.c",),
+    Phase("draft_fuse", "draft", ONCE, ("features", "d.w.fc"), ("d.context",),
           lambda s, w: _gemm(w.rows, s.taps * s.hidden, s.hidden),
           "features of the rows committed last step, projected to the drafter's width"),
-    Phase("draft_kv", "draft", LAYER, ("d.c", "d.w.qkv"), ("d.kv",),
-          lambda s, w: _gemm(w.rows, s.hidden, 2 * s.kv_heads * s.head_dim),
-          "the drafter's keys and values of those rows, appended to its pages"),
+    Phase("draft_context", "draft", ONCE, ("d.context", "d.w.qkv"), ("d.kv",),
+          lambda s, w: _gemm(w.rows, s.hidden, 2 * s.layers * s.kv_heads * s.head_dim),
+          "the drafter's keys and values of those rows in all its layers, appended to its pages"),
     Phase("draft_embed", "draft", ONCE, ("w.head",), ("d.x",),
           lambda s, w: Cost(0, 0, 2 * w.rows * s.hidden, 0),
           "each slot's block: the anchor, then MASK"),

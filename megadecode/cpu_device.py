@@ -10,22 +10,36 @@ import numba
 import numpy as np
 
 from cute_kernels.cpu import loop
-from cute_kernels.cpu.pack import allocate_acts, allocate_kv, attention_items, pack_weights
-from cute_kernels.cpu.slots import Limits, Sched, make_sched
-from cute_kernels.cpu.state import PAGE, Acts, Batch, Dims, Kv, make_batch
+from cute_kernels.cpu.draft import Draft
+from cute_kernels.cpu.draft_pack import no_draft, pack_drafter
+from cute_kernels.cpu.pack import (
+    allocate_acts,
+    allocate_kv,
+    attention_items,
+    dims_of,
+    pack_weights,
+)
+from cute_kernels.cpu.policy import LARGEST, make_policy
+from cute_kernels.cpu.slots import AUTO, Context, Limits, Sched, make_decision, make_sched
+from cute_kernels.cpu.speculate import make_ranked
+from cute_kernels.cpu.state import PAGE, Model, make_batch
 from cute_kernels.cpu.team import make_sync
-from cute_kernels.plan import PHASES, program
+from cute_kernels.cpu.topk import make_workspace
+from cute_kernels.cpu.tree import make_frontier, make_tree
+from cute_kernels.plan import ONCE, PHASES, program
 from host.atomics import LINE
 from host.cpu import CpuDevice
 from host.link import Link
-from host.wire import Wire, make_wire, step_worst_case
+from host.wire import MAX_ALTERNATIVES, Wire, make_wire
 from megadecode.config import ModelConfig
+from megadecode.drafter.io import Drafter
 
 MAX_SLOTS = 16
 MAX_WORKERS = 16
 DECODE_ROWS = 256
 CHUNK_ROWS = 256
 WEIGHT_TYPES = ("fp32", "bf16")
+NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -44,12 +58,14 @@ class CpuOptions:
     chunk_rows: int = CHUNK_ROWS
     decode_rows: int = DECODE_ROWS
     max_inflight: int = 1024
-    completion_entries: int = 1024
+    completion_entries: int = 4096
     request_entries: int = 256
     pool_bytes: int | None = None
     park_after_s: float = 5.0
     deadline_s: float = 30.0
     first_sequence: int = 0
+    budget: int = AUTO
+    chain: bool = False
 
 
 @dataclass
@@ -57,14 +73,21 @@ class CpuParts:
     """A running CPU device, with its insides for statistics and tests."""
 
     link: Link
-    wire: Wire
-    sched: Sched
-    batch: Batch
-    kv: Kv
-    acts: Acts
-    sync: np.ndarray
-    trace: np.ndarray
-    dims: Dims
+    loop: loop.Loop
+    target: Model
+    drafter: Model
+
+    @property
+    def wire(self) -> Wire:
+        return self.loop.wire
+
+    @property
+    def sched(self) -> Sched:
+        return self.loop.sched
+
+    @property
+    def trace(self) -> np.ndarray:
+        return self.loop.trace
 
 
 def default_workers() -> int:
@@ -74,29 +97,37 @@ def default_workers() -> int:
     return min(MAX_WORKERS, os.cpu_count() or 1)
 
 
-def operation_names(layers: int) -> list[str]:
-    """`phase` or `phase[layer]` for every operation of the program, for hang reports."""
+def operation_names(operations: np.ndarray) -> list[str]:
+    """`phase` or `phase[layer]` for every operation of a program, for hang reports."""
     return [
-        f"{PHASES[number].name}[{layer}]" if PHASES[number].per_layer else PHASES[number].name
-        for number, layer in program(layers)
+        PHASES[number].name + (f"[{layer}]" if PHASES[number].repeat != ONCE else "")
+        for number, layer in operations
     ]
 
 
-def start(config: ModelConfig, get: Callable[[str], np.ndarray], options: CpuOptions) -> CpuParts:
+def start(
+    config: ModelConfig,
+    get: Callable[[str], np.ndarray],
+    options: CpuOptions,
+    drafter: Drafter | None = None,
+) -> CpuParts:
     """Pack the weights, allocate everything and make the link; the loop starts with the first
     request. `get(name)` gives fp32 tensors by canonical name."""
     o = options
-    dims = Dims(
-        config.layers, config.hidden, config.heads, config.kv_heads, config.head_dim, config.ffn,
-        config.vocab,
-    )  # fmt: skip
-    rows = min(o.slots, o.decode_rows) + o.chunk_rows
-    head_rows = min(o.slots, o.decode_rows) + 1
+    shape = drafter.config if drafter else None
+    block = shape.block_size if shape else 0
+    tree_rows = 1 + (o.budget if o.budget >= 0 else LARGEST) if shape else 1
+    decode_rows = min(o.slots * tree_rows, o.decode_rows)
+    rows = decode_rows + o.chunk_rows
+    reserve = max(tree_rows, block)
+    table = -(-(o.ctx + reserve) // PAGE)
     wire = make_wire(
         slots=o.slots,
         workers=o.workers,
         ctx=o.ctx,
         max_inflight=o.max_inflight,
+        tokens_per_step=1 + (shape.drafted if shape else 0),
+        alternatives=MAX_ALTERNATIVES,
         request_entries=o.request_entries,
         completion_entries=o.completion_entries,
         pool_bytes=o.pool_bytes,
@@ -109,34 +140,55 @@ def start(config: ModelConfig, get: Callable[[str], np.ndarray], options: CpuOpt
         max_inflight=o.max_inflight,
         first_sequence=o.first_sequence,
     )
-    weights = pack_weights(config, get, o.ctx, o.weights)
-    kv = allocate_kv(config, o.pages)
-    table = -(-o.ctx // PAGE) + 1
-    acts = allocate_acts(config, rows, head_rows, o.slots, table, o.workers)
     batch = make_batch(
         rows=rows,
-        head_rows=head_rows,
+        head_rows=decode_rows + 1,
         slots=o.slots,
         pages_per_slot=table,
         items=attention_items(config, rows, o.slots, table),
     )
-    limits = Limits(
-        ctx=o.ctx,
-        decode_rows=o.decode_rows,
-        chunk_rows=o.chunk_rows,
-        reserve_rows=1,
-        worst_case=step_worst_case(o.slots, 1),
-        park_after_ns=int(o.park_after_s * 1e9),
-        deadline_ns=int(o.deadline_s * 1e9),
+    target = Model(
+        dims_of(config),
+        pack_weights(config, get, o.ctx + reserve, o.weights),
+        allocate_kv(config, o.pages),
+        batch,
+        allocate_acts(config, rows, decode_rows + 1, o.slots, table, o.workers),
     )
-    operations = program(config.layers)
-    sync = make_sync(o.workers)
-    counters = np.zeros(len(operations) * LINE, np.int64)
-    trace = loop.make_trace()
-    arguments = (
-        o.workers, wire, sched, limits, dims, weights, kv, batch, acts, sync, counters, operations,
-        trace, np.zeros(3, np.int64),
-    )  # fmt: skip
+    model, draft, context = _drafter(drafter, target, o, rows)
+    operations = program(
+        config.layers, shape.layers if shape else 0, shape.taps if shape else ()
+    )
+    state = loop.Loop(
+        wire=wire,
+        sched=sched,
+        limits=Limits(
+            ctx=o.ctx,
+            decode_rows=decode_rows,
+            chunk_rows=o.chunk_rows,
+            reserve_rows=reserve,
+            park_after_ns=int(o.park_after_s * 1e9),
+            deadline_ns=int(o.deadline_s * 1e9),
+            block=block,
+            drafted=shape.drafted if shape else 0,
+            mask_token=shape.mask_token_id if shape else 0,
+            first_drafted=shape.first_row if shape else 0,
+            budget=o.budget if shape else 0,
+            chain=int(o.chain),
+        ),
+        context=context,
+        ranked=make_ranked(o.slots, min(tree_rows - 1, config.vocab)),
+        trees=make_tree(tree_rows - 1, o.slots),
+        frontiers=tuple(make_frontier(tree_rows - 1) for _ in range(o.workers)),
+        decision=make_decision(o.slots),
+        space=make_workspace(o.workers, config.vocab),
+        policy=make_policy(),
+        sync=make_sync(o.workers),
+        counters=np.zeros(len(operations) * LINE, np.int64),
+        program=operations,
+        trace=loop.make_trace(),
+        work=np.zeros(2, np.int64),
+    )
+    arguments = (o.workers, state, target, model, draft)
     # Compile, or load from the cache, before the first request and not in its time to first token.
     loop.run.compile(tuple(numba.typeof(value) for value in (0, *arguments)))  # type: ignore[attr-defined]
     device = CpuDevice(
@@ -144,7 +196,34 @@ def start(config: ModelConfig, get: Callable[[str], np.ndarray], options: CpuOpt
         arguments,
         workers=o.workers,
         control=wire.control,
-        operations=operation_names(config.layers),
+        operations=operation_names(operations),
     )
     link = Link(wire, device, first_sequence=o.first_sequence, deadline_s=o.deadline_s + 5)
-    return CpuParts(link, wire, sched, batch, kv, acts, sync, trace, dims)
+    return CpuParts(link, state, target, model)
+
+
+def _drafter(
+    drafter: Drafter | None, target: Model, options: CpuOptions, rows: int
+) -> tuple[Model, Draft, Context]:
+    """The drafter's half of the device; without one, arrays of the same types that nobody uses."""
+    o = options
+    slots, table = target.batch.pages.shape
+    if drafter is None:
+        empty = make_batch(rows=1, head_rows=1, slots=slots, pages_per_slot=table, items=1)
+        return target._replace(batch=empty), no_draft(target.weights), Context(empty, NO_ROWS)
+    shape = drafter.config
+    model = shape.as_model()
+    block_rows, context_rows = slots * shape.block_size, rows
+    most = max(block_rows, context_rows)
+    weights, draft = pack_drafter(
+        shape, drafter.get, target.weights, target.weights.rope.shape[0], target_rows=rows,
+        context_rows=context_rows, dtype=o.weights,
+    )  # fmt: skip
+    batches = [
+        make_batch(rows=most, head_rows=block_rows, slots=slots, pages_per_slot=table, items=1)
+        ._replace(pages=target.batch.pages)
+        for _ in range(2)
+    ]  # fmt: skip
+    acts = allocate_acts(model, most, block_rows, slots, table, o.workers)
+    half = Model(dims_of(model), weights, allocate_kv(model, o.pages), batches[0], acts)
+    return half, draft, Context(batches[1], np.zeros(most, np.int64))

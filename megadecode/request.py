@@ -165,7 +165,7 @@ class Request:
                 new.append(token)
                 self._ids.append(token)
                 self._logprobs.append(logprob)
-                self._top.append(top)
+                self._top.append([pair for pair in top if pair[0] >= 0])
                 text.append(self._read(token))
             if not new:
                 return

@@ -45,10 +45,11 @@ def _walk(dims, sched, acts, tree, decision, space, worker, s):
         decision.logprob[s, k] = logprob
         decision.path[s, k] = row
         if how.logprobs > 0 and token >= 0:
-            sampling.alternatives(
-                logits, dims.vocab, how.logprobs, decision.alternative[s, k],
-                decision.alternative_logprob[s, k], space, worker,
-            )  # fmt: skip
+            ids, logprobs = decision.alternative[s, k], decision.alternative_logprob[s, k]
+            found = sampling.alternatives(
+                logits, dims.vocab, how.logprobs, ids, logprobs, space, worker
+            )
+            ids[found : how.logprobs] = -1  # the vocabulary has no more
         k += 1
         row = child_with_token(tree, row, token) if token >= 0 and slot.nodes > 0 else -1
     decision.count[s] = k

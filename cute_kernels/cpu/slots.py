@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_kernels.cpu.sampling import SAMPLING
-from cute_kernels.cpu.state import MAX_DEPTH
+from cute_kernels.cpu.state import MAX_DEPTH, Batch
 from host.wire import MAX_ALTERNATIVES, MAX_STOP_IDS, REQUEST
 
 STEP_TOKENS = MAX_DEPTH + 1
@@ -108,6 +108,13 @@ class Sched(NamedTuple):
     free_pages: np.ndarray  # [P] int32 stack
     count: np.ndarray  # type: ignore[assignment]  # [Count] int64
     plant: np.ndarray  # [2] int64: operation and worker of a planted hang, -1: none (tests)
+
+
+class Context(NamedTuple):
+    """Rows whose features the drafter has yet to make keys and values of, one segment a slot."""
+
+    rows: Batch  # `token` is the row of the target's step whose features a position has
+    request_id: np.ndarray  # [rows] int64; of length 0 without a drafter
 
 
 class Decision(NamedTuple):

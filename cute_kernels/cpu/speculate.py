@@ -58,10 +58,11 @@ def draft_rank(
 
 
 @jit
-def grow_trees(
-    sched, trees, frontiers, ranked, limits, policy, rows, worker, workers, counters, op
-):
+def grow_trees(sched, trees, frontiers, ranked, limits, policy, worker, workers, counters, op):
     """One item per slot: its tree, and with an automatic budget how much of it pays."""
+    rows = 0
+    for s in range(sched.slot.shape[0]):
+        rows += sched.slot[s].first_row >= 0
     s = worker
     while s < sched.slot.shape[0]:
         slot = sched.slot[s]

@@ -99,6 +99,16 @@ class Acts(NamedTuple):
     scratch: np.ndarray  # [workers, scratch words] float32, private to a worker
 
 
+class Model(NamedTuple):
+    """Everything a model's phases work on; a target and its drafter have one each."""
+
+    dims: Dims
+    weights: Weights
+    kv: Kv
+    batch: Batch
+    acts: Acts
+
+
 def make_batch(*, rows: int, head_rows: int, slots: int, pages_per_slot: int, items: int) -> Batch:
     """An empty row table: `rows` rows, `items` attention work items, a page table per slot."""
     return Batch(
