@@ -20,11 +20,13 @@ from cute_kernels.gpu import attention, gemm, sync
 from cute_kernels.gpu.config import (
     BLOCK_BYTES,
     COPIES,
+    KINDS,
     TILE,
     Buffers,
     Config,
     tile_stride,
 )
+from cute_kernels.gpu.epilogue import DOWN, GU, LM, O, is_any
 from cute_kernels.gpu.gemm import Core, plan_entry, run_phase
 from cute_kernels.gpu.ring import Ring, init_ring, issue, produce
 
@@ -236,7 +238,7 @@ def run_consumers(
     c = k.c
     b = Buffers.of(c)
     stage, parity, turn, which = Int32(0), Int32(0), Int32(0), Int32(0)
-    count, norms, cur, none = Int32(0), Int32(0), act, Int64(0)
+    count, norms, cur, families = Int32(0), Int32(0), act, c.families
     for step in cutlass.range(steps, unroll=1):
         if k.tid == 0:  # the last step is finished everywhere
             sync.wait_counter(k.counter, step * c.ctas)
@@ -244,32 +246,39 @@ def run_consumers(
         load_residual(k, r0, Int32(1))
         sync.consumer_sync(c.warps * 32)
         x = x0
-        for layer in cutlass.range(layers, unroll=1):
-            at = layer * 4
-            stage, parity, turn, which = run_phase(
-                k, "qkv", at, x, cur + b.q, none, count, norms, stage, parity, turn, which
-            )
+        for phase in cutlass.range(layers * 4 + 1, unroll=1):
+            kind = phase & 3
+            src, dst = x, cur + b.q
+            if phase == layers * 4:
+                kind, dst = Int32(LM), logits
+            if kind == O:
+                src, dst = cur + (b.a if c.attention else b.q), cur + b.y
+            if kind == GU:
+                src, dst = cur + b.y, cur + b.h
+            if kind == DOWN:
+                src, dst = cur + b.h, cur + b.x
             if cutlass.const_expr(c.attention):
-                stage, parity = attention.run_attention(k, cur, stage, parity)
-            stage, parity, turn, which = run_phase(
-                k, "o", at + 1, cur + (b.a if c.attention else b.q), cur + b.y, none, count, norms, stage, parity, turn, which
-            )
-            stage, parity, turn, which = run_phase(
-                k, "gu", at + 2, cur + b.y, cur + b.h, none, count, count, stage, parity, turn, which
-            )
-            stage, parity, turn, which = run_phase(
-                k, "down", at + 3, cur + b.h, cur + b.x, cur + b.parts, count, norms, stage, parity, turn, which
-            )
-            x = cur + b.x
-            count, norms = count + 1, norms + 1
-            cur = next_copy(k, act, cur)
-        stage, parity, turn, which = run_phase(
-            k, "lm", layers * 4, x, logits, none, count, norms, stage, parity, turn, which
-        )
+                if kind == O:
+                    stage, parity = attention.run_attention(k, cur, stage, parity)
+            for i in cutlass.range_constexpr(len(families)):
+                if is_any(KINDS, families[i].names, kind):
+                    stage, parity, turn, which = run_phase(
+                        k, families[i], kind, phase, src, dst, cur + b.parts, count, norms,
+                        stage, parity, turn, which,
+                    )  # fmt: skip
+            if kind == DOWN:
+                x = dst
+                count, norms = count + 1, norms + 1
+                cur = next_copy(k, act, cur)
         norms = norms + 1
         sync.consumer_sync(c.warps * 32)
         if k.tid == 0:
             sync.red_release(k.counter, Uint32(1))
+
+
+def note_clock(at):
+    now, ns = Int64(cute.arch.clock64()), Int64(cute.arch.globaltimer())
+    sync.ptx_do("st.global.v2.b64 [{$r0}], {{$r1},{$r2}};", at, now, ns)
 
 
 def make_step(c: Config):
@@ -307,7 +316,7 @@ def make_step(c: Config):
         k.counter = counter
         if cutlass.const_expr(attended):
             attention.attention_places(k, k.attention, bid)
-            k.put_qkv, k.layers = attention.put_qkv, layers
+            k.layers = layers
             k.kv_pool, k.pages, k.committed = kv_pool, pages, committed
             k.tail_first, k.main_blocks = tail_first, main_blocks
             k.page_count = (committed + 63) >> 6
@@ -315,10 +324,14 @@ def make_step(c: Config):
             # of the last layer that runs: [ctas, 2, STAMPS] behind the phases' times
             k.stamps = times + Int64(c.ctas * phases * 32 + bid * (2 * attention.STAMPS * 8))
         init_barriers(k)
+        # behind all other times: (clock64, globaltimer) of one thread at its start and end
+        clock_at = times + Int64(c.ctas * (phases * 32 + 2 * attention.STAMPS * 8))
         if cutlass.const_expr(c.timing):
             if tid == 0:
                 sync.ptx_do("st.global.b32 [{$r0}], {$r1};", counter + Int64(bid * 4 + 128),
                             cute.arch.smid())  # fmt: skip
+                if bid == 0:
+                    note_clock(clock_at)
         if k.wid >= c.warps:
             if cutlass.const_expr(c.setmaxnreg):
                 cute.arch.setmaxregister_decrease(40)
@@ -332,6 +345,9 @@ def make_step(c: Config):
             if cutlass.const_expr(attended):
                 attention.load_step_tables(k, rope, rows)
             run_consumers(k, x0, r0, act, logits, layers, steps)
+        if cutlass.const_expr(c.timing):
+            if (tid == 0) & (bid == 0):
+                note_clock(clock_at + 16)
         if cutlass.const_expr(c.cluster > 1):
             sync.cluster_sync()
 

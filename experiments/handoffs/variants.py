@@ -55,6 +55,10 @@ VARIANTS["smol-1k"] = smol(
     ctas=132, attention=True, splits=32, stage_bytes=16384, stages=11
 )
 CONTEXTS["smol-1k"] = 1024
+VARIANTS["llama-128-shared"] = llama(ctas=128, shared_code=True)
+VARIANTS["smol-132-shared"] = smol(ctas=132, shared_code=True)
+VARIANTS["llama-1k-shared"] = dataclasses.replace(ATTENTION, shared_code=True)
+CONTEXTS["llama-1k-shared"] = 1024
 VARIANTS["llama-1k-plain"] = dataclasses.replace(ATTENTION, setmaxnreg=False)
 VARIANTS["llama-1k-i3"] = dataclasses.replace(ATTENTION, inflight=3, hungry=5)
 VARIANTS["llama-1k-t"] = dataclasses.replace(ATTENTION, timing=True)
@@ -63,6 +67,36 @@ CONTEXTS |= {"llama-1k-t": 1024, "smol-1k-t": 1024}
 CONTEXTS |= {"llama-1k-plain": 1024, "llama-1k-i3": 1024}
 for _n in (3, 6):
     VARIANTS[f"smol-132-once{_n}"] = smol(ctas=132, ask_at_once=_n)
+
+# more rows
+def _rows(n: int, stages: int = 21, **changes) -> Config:
+    """As many stages of the ring as fit, `stages` at most."""
+    while True:
+        try:
+            return llama(rows=n, stages=stages, **changes)
+        except ValueError as e:
+            if "fewer stages" not in str(e):
+                raise
+            stages -= 1
+
+
+PAIRS = {"exchange": "cluster", "down_split": 2, "split": 2}
+QUADS = {"exchange": "cluster", "down_split": 4, "split": 4, "ctas": 120}
+VARIANTS |= {
+    "rows32-whole": _rows(32, setmaxnreg=True, ctas=128),
+    "rows32-whole-rw2": _rows(32, setmaxnreg=True, row_warps=2, ctas=128),
+    "rows32-pairs": _rows(32, passes=4, **PAIRS),
+    "rows32-quads": _rows(32, passes=4, stage_bytes=8192, row_warps=2,
+                          inflight=3, hungry=8, **QUADS),
+    "rows64-pairs": _rows(64, passes=4, row_warps=2, setmaxnreg=True, **PAIRS),
+    "rows64-pairs-rw4": _rows(64, passes=4, row_warps=4, setmaxnreg=True, **PAIRS),
+    "rows64-quads": _rows(64, passes=4, stage_bytes=8192, row_warps=2,
+                          inflight=3, hungry=8, **QUADS),
+    "rows64-quads-free": _rows(64, passes=4, stage_bytes=8192, row_warps=2,
+                               inflight=0, **QUADS),
+    "rows128-quads": _rows(128, passes=4, stage_bytes=8192, row_warps=4,
+                           setmaxnreg=True, inflight=3, hungry=6, **QUADS),
+}  # fmt: skip
 
 # graphs of phase kernels: (configuration, CTAs of one kernel that fit an SM, by phase)
 ALL, PAIR = ("qkv", "o", "gu", "down", "lm"), {"exchange": "cluster", "down_split": 2}
