@@ -47,7 +47,8 @@ def ldmatrix(addr, transposed):
 
 
 def exp2(x):
-    return cute.math.exp2(x, fastmath=True)
+    """One instruction; `cute.math.exp2` scales denormals around it."""
+    return ptx_read("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
 
 
 def quad_max(v):
@@ -139,20 +140,23 @@ def store_half(k, head, m, den, o):
 
 
 def publish_part(k, head, m, den, o, part):
-    """Merge both halves of the keys and publish this split's part of 16 rows of a head."""
+    """Merge both halves of the keys and publish this split's part of 16 rows of a head. Loads come
+    before stores: the compiler keeps the order of a load behind a relaxed store."""
     c = k.c
     for h in range(2):
         row = (k.lane >> 2) + 8 * h
         m1, den1 = sync.lds_pair(k.squares + (head * 16 + row) * 8)
+        at = k.red + ((head * 16 + row) * 64 + 2 * (k.lane & 3)) * 4
+        others = [sync.lds_pair(at + n * 32) for n in range(8)]
         top = cutlass.max(m[h], m1)
         safe = sync.choose(top > NEG_INF, top, 0.0)
         e0, e1 = exp2(m[h] - safe), exp2(m1 - safe)
         to = part + Int64(row * (c.splits * c.part_bytes))
-        for n in range(8):
-            dim = n * 8 + 2 * (k.lane & 3)
-            a0, a1 = sync.lds_pair(k.red + ((head * 16 + row) * 64 + dim) * 4)
-            words = [o[n * 4 + 2 * h] * e0 + a0 * e1, o[n * 4 + 2 * h + 1] * e0 + a1 * e1]
-            sync.st_words(to + Int64((head * 64 + dim) * 4), [sync.as_bits(w) for w in words])
+        sums = to + Int64((head * 64 + 2 * (k.lane & 3)) * 4)
+        for n, other in enumerate(others):
+            mine = o[n * 4 + 2 * h], o[n * 4 + 2 * h + 1]
+            words = [a * e0 + b * e1 for a, b in zip(mine, other, strict=True)]
+            sync.st_words(sums + n * 32, [sync.as_bits(w) for w in words])
         publish_stats(k, head, top, den[h] * e0 + den1 * e1, to)
 
 
@@ -392,9 +396,12 @@ def merge_row(k: cutlass.Constexpr, head: Int32, cur: Int64):
     sums_at = base + Int64((k.lane >> 4) * c.part_bytes + (head * 64 + dim) * 4)
     split = cutlass.min(k.lane, c.splits - 1)
     stats_at = base + Int64(split * c.part_bytes + c.group_heads * 256 + head * 8)
+    missing = sync.any_lane_empty(ask_merge(k, u, sums_at, stats_at))
     tries, since = Int32(0), Int64(0)
-    while sync.any_lane_empty(ask_merge(k, u, sums_at, stats_at)) != 0:
-        tries, since = sync.overdue(tries, since)
+    if cutlass.const_expr(c.handoff == "words"):
+        while missing != 0:
+            missing = sync.any_lane_empty(ask_merge(k, u, sums_at, stats_at))
+            tries, since = sync.overdue(tries, since)
     stamp(k, 5)
     sync.consumer_sync(c.warps * 32)  # the tail is done
     stamp(k, 6)

@@ -132,7 +132,7 @@ class Config:
     split / down_split: CTAs that share the K of a tile, in all other matrices / in `down`; they
     form a team. exchange: how a team adds its partial sums, "cluster" (DSMEM; a team is a cluster)
     or "global" (words as flags in device memory; `down` only).
-    passes: slabs of `down` per CTA. inflight, hungry: see ring.py. probe: poll one vector per lane
+    passes: slabs of `down` per CTA. inflight, hungry, l2_copies, l2_pace_ns: see ring.py. probe: poll one vector per lane
     before asking for all, where there are more than `ask_at_once`. attention: tree attention between qkv and o, in `splits` parts of the
     context (without it: a GEMM skeleton); tail: False leaves the key-by-key part out, wrong on
     purpose, to see what it costs.
@@ -151,6 +151,8 @@ class Config:
     stages: int = 13
     inflight: int = 2
     hungry: int = 4
+    l2_copies: int = 0
+    l2_pace_ns: int = 300
     probe: bool = True
     ask_at_once: int = 1
     red_buffers: int = 1

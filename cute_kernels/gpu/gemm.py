@@ -103,17 +103,20 @@ def take_words(k: cutlass.Constexpr, words: cute.Tensor, addresses: cutlass.Cons
 
 # -- RMSNorm factors ---------------------------------------------------------------------------
 def row_squares(k, g, slab):
-    """Per row tile and half: this quad's sum of squares over the warp's K."""
+    """Per row tile and half: this quad's sum of squares over the warp's K. Four sums side by side:
+    one chain of dependent additions would be a good part of a short phase."""
     out = []
     for m in range(warp_m_tiles(k)):
         for h in range(1 if k.c.half else 2):
-            total = Float32(0.0)
+            sums = [Float32(0.0)] * 4
             for i in range(warp_chunks(k, g)):
                 for step in range(2):
                     f = fragment(k, slab, i, step, m)
-                    for w in (f[h], f[2 + h]):
+                    for e, w in enumerate((f[h], f[2 + h])):
                         lo, hi = unpack_pair(w)
-                        total = hi * hi + (lo * lo + total)
+                        at = step * 2 + e
+                        sums[at] = hi * hi + (lo * lo + sums[at])
+            total = (sums[0] + sums[1]) + (sums[2] + sums[3])
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
             out.append(total + cute.arch.shuffle_sync_bfly(total, offset=2))
     return out

@@ -7,7 +7,7 @@ the data. Nothing is polled; the residual lives in device memory.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_kernels.gpu import gemm, sync
 from cute_kernels.gpu.config import KINDS, Config
@@ -31,7 +31,10 @@ def produce_phase(
     )
     _, _, copies, n_bytes = plan_entry(k, phase)
     zero = Int32(0)
-    produce(k.ring, k.c, stream + first, copies, n_bytes, zero, zero, zero, zero, zero)
+    produce(
+        k.ring, k.c, stream + first, copies, n_bytes, zero, zero, zero, zero, zero, zero,
+        Boolean(False),
+    )  # fmt: skip
 
 
 @cute.jit

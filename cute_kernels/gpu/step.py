@@ -158,6 +158,11 @@ def block_address(k, page, layer):
     return k.kv_pool + at * BLOCK_BYTES
 
 
+def main_share(k):
+    """Blocks below the largest c(p) that are this CTA's."""
+    return (k.main_blocks - k.split + k.c.splits - 1) // k.c.splits
+
+
 @cute.jit
 def block_of(k: cutlass.Constexpr, n_main: Int32, i: Int32):
     """The i-th block this CTA reads: its share of the context, then the tail; the last, beyond."""
@@ -171,6 +176,8 @@ def block_of(k: cutlass.Constexpr, n_main: Int32, i: Int32):
 def produce_kv(
     k: cutlass.Constexpr,
     layer: Int32,
+    page0: Int32,
+    page1: Int32,
     stage: Int32,
     parity: Int32,
     issued: Int32,
@@ -178,17 +185,17 @@ def produce_kv(
     landed_parity: Int32,
 ):
     """This CTA's committed KV blocks of a layer, then those of the tail. All lie below the
-    committed length, so they may be fetched before this step's own keys exist."""
+    committed length, so they may be fetched before this step's own keys exist. page0, page1: of
+    the first two blocks; the others are looked up two blocks ahead, out of the stream's way."""
     c = k.c
     if k.kv_head < c.shape.kv_heads:
         tail = k.tail_count
         if k.split >= 16:
             tail = Int32(0)
-        n_main = (k.main_blocks - k.split + c.splits - 1) // c.splits
-        page = page_of(k, block_of(k, n_main, Int32(0)))
+        n_main = main_share(k)
         for i in cutlass.range(n_main + tail, unroll=1):
-            now = page
-            page = page_of(k, block_of(k, n_main, i + 1))  # one block ahead
+            now, page0 = page0, page1
+            page1 = page_of(k, block_of(k, n_main, i + 2))
             stage, parity, issued, landed, landed_parity = issue(
                 k.ring, c, block_address(k, now, layer), Int32(BLOCK_BYTES),
                 stage, parity, issued, landed, landed_parity,
@@ -205,23 +212,28 @@ def run_producer(
         "ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], offsets + Int64(bid * phases) * 8
     )
     stage, parity, issued = Int32(0), Int32(0), Int32(0)
-    landed, landed_parity = Int32(0), Int32(0)
-    for step in cutlass.range(steps, unroll=1):
+    landed, landed_parity, ahead = Int32(0), Int32(0), Int32(0)
+    page0, page1 = Int32(0), Int32(0)
+    for _ in cutlass.range(steps, unroll=1):
         at = stream + first
         _, _, copies, n_bytes = plan_entry(k, Int32(0))
+        if cutlass.const_expr(k.c.attention):
+            page0 = page_of(k, block_of(k, main_share(k), Int32(0)))
+            page1 = page_of(k, block_of(k, main_share(k), Int32(1)))
         for phase in cutlass.range(phases, unroll=1):
             # one phase ahead, so that the look-up never holds up the stream
             _, _, more, more_bytes = plan_entry(k, cutlass.min(phase + 1, phases - 1))
-            at, stage, parity, issued, landed, landed_parity = produce(
+            at, stage, parity, issued, landed, landed_parity, ahead = produce(
                 k.ring, k.c, at, copies, n_bytes,
-                stage, parity, issued, landed, landed_parity,
+                stage, parity, issued, landed, landed_parity, ahead, phase < layers * 4,
             )  # fmt: skip
             if cutlass.const_expr(k.c.attention):
                 if (phase & 3) == 0:
                     if phase < layers * 4:
                         stage, parity, issued, landed, landed_parity = produce_kv(
-                            k, phase >> 2, stage, parity, issued, landed, landed_parity
-                        )
+                            k, phase >> 2, page0, page1,
+                            stage, parity, issued, landed, landed_parity,
+                        )  # fmt: skip
             copies, n_bytes = more, more_bytes
 
 
