@@ -93,6 +93,15 @@ def _fill(tiles: np.ndarray, matrix: np.ndarray) -> None:
         tiles[whole, :, : rows % LANES] = source[whole * LANES :].T
 
 
+def pack_matrix(matrix: np.ndarray, dtype: str = "fp32") -> np.ndarray:
+    """One `[N, K]` matrix as `[N/16, K, 16]` in memory of its own; N is a multiple of 16."""
+    kind = np.dtype(np.float32 if dtype == "fp32" else np.uint16)
+    rows, depth = matrix.shape
+    tiles = allocate(matrix.size * kind.itemsize).view(kind).reshape(rows // LANES, depth, LANES)
+    _fill(tiles, matrix)
+    return tiles
+
+
 def _rotation_order(head_dim: int) -> np.ndarray:
     """A head's outputs so that a pair of tiles holds 16 rotation pairs (d, d + head_dim / 2)."""
     halves = np.arange(head_dim).reshape(2, head_dim // 2 // LANES, LANES)
@@ -107,12 +116,22 @@ def rope_table(config: ModelConfig, positions: int) -> np.ndarray:
     return np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
 
 
-def pack_weights(config: ModelConfig, get: Getter, positions: int, dtype: str = "fp32") -> Weights:
+def pack_weights(
+    config: ModelConfig,
+    get: Getter,
+    positions: int,
+    dtype: str = "fp32",
+    *,
+    head_norms: bool = False,
+    shared: Weights | None = None,
+) -> Weights:
     """Pack a model's tensors, one at a time, into one arena.
 
     `get(name)` returns a float32 tensor whose rows are outputs: `embed`, `final_norm`, `head` (not
     asked for when tied), and `layers.{i}.` + `attn_norm`, `q`, `k`, `v`, `o`, `ffn_norm`, `gate`,
-    `up`, `down`. `positions` is how many positions can be rotated. ValueError for a wrong shape.
+    `up`, `down`; with `head_norms` also `q_norm` and `k_norm`. With `shared`, `embed` and `head`
+    are that model's, not asked for and not copied. `positions` is how many positions can be
+    rotated. ValueError for a wrong shape.
     """
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"weights dtype {dtype!r} is unknown; use 'fp32' or 'bf16'")
@@ -128,12 +147,16 @@ def pack_weights(config: ModelConfig, get: Getter, positions: int, dtype: str = 
         "down": (c.layers, c.hidden // LANES, c.ffn, LANES),
         "head": (vocab_tiles, c.hidden, LANES),
     }
-    if c.tied_embeddings:
+    if c.tied_embeddings or shared is not None:
         del shapes["head"]
+    if shared is not None:
+        del shapes["embed"]
     size = sum(_round_up(int(np.prod(s)) * np.dtype(kind).itemsize, 64) for s in shapes.values())
     arena = _Arena(size)
     packed = {name: arena.take(shape, kind) for name, shape in shapes.items()}
     norms = {name: np.empty((c.layers, c.hidden), np.float32) for name in ("attn", "ffn")}
+    head_size = c.head_dim if head_norms else 0
+    norms |= {name: np.empty((c.layers, head_size), np.float32) for name in ("q", "k")}
 
     def tensor(name: str, *shape: int) -> np.ndarray:
         value = np.asarray(get(name), np.float32)
@@ -144,14 +167,16 @@ def pack_weights(config: ModelConfig, get: Getter, positions: int, dtype: str = 
             )
         return value
 
-    _fill(packed["embed"], tensor("embed", c.vocab, c.hidden))
-    if not c.tied_embeddings:
-        _fill(packed["head"], tensor("head", c.vocab, c.hidden))
+    for name in packed.keys() & {"embed", "head"}:
+        _fill(packed[name], tensor(name, c.vocab, c.hidden))
     order = _rotation_order(c.head_dim)
     for i in range(c.layers):
         at = f"layers.{i}."
         norms["attn"][i] = tensor(at + "attn_norm", c.hidden)
         norms["ffn"][i] = tensor(at + "ffn_norm", c.hidden)
+        if head_norms:
+            norms["q"][i] = tensor(at + "q_norm", c.head_dim)
+            norms["k"][i] = tensor(at + "k_norm", c.head_dim)
         first = 0
         for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
             matrix = tensor(at + name, rows, c.hidden)
@@ -164,17 +189,19 @@ def pack_weights(config: ModelConfig, get: Getter, positions: int, dtype: str = 
         _fill(packed["gate_up"][i, 1::2], tensor(at + "up", c.ffn, c.hidden))
         _fill(packed["down"][i], tensor(at + "down", c.hidden, c.ffn))
     return Weights(
-        embed=packed["embed"],
+        embed=packed["embed"] if shared is None else shared.embed,
         qkv=packed["qkv"],
         out=packed["out"],
         gate_up=packed["gate_up"],
         down=packed["down"],
-        head=packed.get("head", packed["embed"]),
+        head=packed.get("head", packed.get("embed")) if shared is None else shared.head,
         attn_norm=norms["attn"],
         ffn_norm=norms["ffn"],
         final_norm=tensor("final_norm", c.hidden).copy(),
         rope=rope_table(c, positions),
         eps=np.array([c.rms_eps], np.float32),
+        q_norm=norms["q"],
+        k_norm=norms["k"],
     )
 
 
@@ -205,7 +232,8 @@ def attention_items(config: ModelConfig, rows: int, slots: int, pages: int) -> i
 def scratch_words(config: ModelConfig, rows: int) -> int:
     """Floats of one worker's private memory; the layout is in `phases` and `attention`."""
     group = config.heads // config.kv_heads
-    gemm = rows * (config.hidden + _PAD) + rows * PAIR
+    # The product of an item: a pair of tiles, or a whole head where heads have a norm.
+    gemm = rows * (config.hidden + _PAD) + rows * config.head_dim
     tile = group * max(tile_rows(group), FEW_ROWS)
     attend = tile * (PAGE + config.head_dim + 2)
     merge = group * (PAGE + 2 * PAIR + 2 * config.head_dim + 4) + TAIL * config.head_dim

@@ -6,9 +6,9 @@ from `counters[8 * op]`, which the caller has set to zero. Phases do not synchro
 puts a barrier between them.
 
 An item of a matrix phase is one pair of 16-column tiles, a contiguous stream that is read once and
-applied to all rows. The next item is taken before the current one is computed, so that its weights
-can be requested meanwhile; the last one requests the first of the matrix that follows. Thus the
-memory is busy across barriers too.
+applied to all rows (in `qkv`, where each head has a norm, it is a head). The next item is taken
+before the current one is computed, so that its weights can be requested meanwhile; the last one
+requests the first of the matrix that follows. Thus the memory is busy across barriers too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 
-from cute_kernels.cpu.simd import LANES, PAIR, load_weight, pair_gemm, pointer
+from cute_kernels.cpu.simd import LANES, PAIR, advance, load_weight, pair_gemm, pointer
 from cute_kernels.cpu.state import PAGE, kv_position
 from cute_kernels.cpu.vecmath import argmax, log, silu_product, sum_exp, sum_squares
 from host.atomics import fetch_add
@@ -38,7 +38,7 @@ def embed(dims, weights, kv, batch, acts, layer, worker, counters, op):
 
 
 @jit
-def _rms_norm(x, gain, eps, out, out_at):
+def rms_norm(x, gain, eps, out, out_at):
     """`out[out_at + k] = x[k] / rms(x) * gain[k]` for one row x."""
     size = gain.size
     mean = sum_squares(pointer(x, 0), size) / np.float32(size)
@@ -55,11 +55,11 @@ def _multiply(acts, worker, rows, x, x_stride, depth, w, ahead):
 
 
 @jit
-def _products(acts, worker):
-    """What `_multiply` wrote, [rows, 32]."""
-    size = acts.x.shape[0] * PAIR
+def products(acts, worker, width):
+    """This worker's buffer for the product of an item of `width` columns, [rows, width]."""
+    size = acts.x.shape[0] * width
     words = acts.scratch.shape[1]
-    return acts.scratch[worker, words - size : words].reshape((acts.x.shape[0], PAIR))
+    return acts.scratch[worker, words - size : words].reshape((acts.x.shape[0], width))
 
 
 @jit
@@ -68,65 +68,122 @@ def qkv(dims, weights, kv, batch, acts, layer, worker, counters, op):
     workers, rows = acts.scratch.shape[0], batch.count[0]
     hidden, stride = dims.hidden, acts.x.shape[1]
     for r in range(rows):
-        _rms_norm(
+        rms_norm(
             acts.x[r], weights.attn_norm[layer], weights.eps[0], acts.scratch[worker], r * stride
         )  # fmt: skip
     x = pointer(acts.scratch, worker * acts.scratch.shape[1])
-    buffer = _products(acts, worker)
-    pairs = dims.head_dim // PAIR
-    items = (dims.heads + 2 * dims.kv_heads) * pairs
+    width = qkv_columns(dims, weights)
+    buffer = products(acts, worker, width)
+    items = (dims.heads + 2 * dims.kv_heads) * dims.head_dim // width
     item = worker
     while item < items:
         following = workers + fetch_add(counters, op * 8, 1)
         if following < items:
-            ahead = pointer(weights.qkv, (layer * items + following) * PAIR * hidden)
+            ahead = pointer(weights.qkv, (layer * items + following) * width * hidden)
         else:
             ahead = _first_of_out(dims, weights, layer, worker)
-        w = pointer(weights.qkv, (layer * items + item) * PAIR * hidden)
-        _multiply(acts, worker, rows, x, stride, hidden, w, ahead)
-        head, first = item // pairs, item % pairs * LANES
+        w = pointer(weights.qkv, (layer * items + item) * width * hidden)
+        multiply_pairs(x, stride, rows, w, hidden, buffer, ahead)
+        head, first = item * width // dims.head_dim, item * width % dims.head_dim // 2
         if head < dims.heads:
-            _store_queries(dims, weights, batch, acts, buffer, rows, head, first)
+            norm_heads(buffer, rows, weights.q_norm[layer], weights.eps[0])
         elif head < dims.heads + dims.kv_heads:
-            _store_keys(dims, weights, kv, batch, layer, buffer, rows, head - dims.heads, first)
-        else:
-            head -= dims.heads + dims.kv_heads
-            for r in range(rows):
-                at = kv_position(batch, r)
-                page = batch.pages[batch.slot[r], at // PAGE]
-                for j in range(PAIR):
-                    kv.v[layer, page, head, at % PAGE, 2 * first + j] = buffer[r, j]
+            norm_heads(buffer, rows, weights.k_norm[layer], weights.eps[0])
+        for at in range(0, width, PAIR):
+            if head < dims.heads:
+                _store_queries(dims, weights, batch, acts, buffer, at, rows, head, first)
+            else:
+                store_keys_values(
+                    dims, weights, kv, batch, layer, buffer, at, rows, head - dims.heads, first
+                )
+            first += LANES
         item = following
 
 
 @jit
-def _store_queries(dims, weights, batch, acts, buffer, rows, head, first):
+def qkv_columns(dims, weights):
+    """Columns of a work item of `qkv`: a pair of tiles, or a head where each head has a norm."""
+    return dims.head_dim if weights.q_norm.shape[1] > 0 else PAIR
+
+
+@jit
+def multiply_pairs(x, x_stride, rows, w, depth, buffer, ahead):
+    """`buffer[r] = x[r] @ w` over consecutive pairs at `w`; the last one requests `ahead`."""
+    width = buffer.shape[1]
+    for at in range(0, width, PAIR):
+        here = advance(w, at * depth)
+        coming = ahead if at + PAIR == width else advance(w, (at + PAIR) * depth)
+        out = pointer(buffer, at)
+        pair_gemm(
+            x, x_stride, rows, here, LANES, depth * LANES, out, width, depth, False, coming, True
+        )
+
+
+@jit
+def norm_heads(buffer, rows, gain, eps):
+    """RMSNorm of one head's rows, before rotation; nothing where the model has no such norm.
+
+    A pair of tiles holds elements first..first+15 and their partners half a head further on.
+    """
+    half = gain.size // 2
+    for r in range(rows if half > 0 else 0):
+        mean = sum_squares(pointer(buffer, r * buffer.shape[1]), gain.size)
+        scale = np.float32(1.0) / np.float32(math.sqrt(mean / np.float32(gain.size) + eps))
+        for first in range(0, half, LANES):
+            for j in range(LANES):
+                buffer[r, 2 * first + j] *= scale * gain[first + j]
+                buffer[r, 2 * first + LANES + j] *= scale * gain[first + j + half]
+
+
+@jit
+def store_keys_values(dims, weights, kv, batch, layer, buffer, at, rows, head, first):
+    """Columns at..at+31 of the products into the KV pages; heads past the keys' are values."""
+    if head < dims.kv_heads:
+        _store_keys(dims, weights, kv, batch, layer, buffer, at, rows, head, first)
+        return
+    head -= dims.kv_heads
+    for r in range(rows):
+        place = kv_position(batch, r)
+        page = batch.pages[batch.slot[r], place // PAGE]
+        for j in range(PAIR):
+            kv.v[layer, page, head, place % PAGE, 2 * first + j] = buffer[r, at + j]
+
+
+@jit
+def _store_queries(dims, weights, batch, acts, buffer, at, rows, head, first):
     group, half = dims.heads // dims.kv_heads, dims.head_dim // 2
     scale = np.float32(1.0 / math.sqrt(dims.head_dim))
     for r in range(rows):
         turn = weights.rope[batch.position[r]]
         out = acts.q[head // group, r * group + head % group]
         for j in range(LANES):
-            a, b = buffer[r, j], buffer[r, LANES + j]
+            a, b = buffer[r, at + j], buffer[r, at + LANES + j]
             cos, sin = turn[0, first + j], turn[1, first + j]
             out[first + j] = (a * cos - b * sin) * scale
             out[first + j + half] = (b * cos + a * sin) * scale
 
 
 @jit
-def _store_keys(dims, weights, kv, batch, layer, buffer, rows, head, first):
+def _store_keys(dims, weights, kv, batch, layer, buffer, at, rows, head, first):
     half = dims.head_dim // 2
     for r in range(rows):
         turn = weights.rope[batch.position[r]]
-        at = kv_position(batch, r)
-        offset = at % PAGE
-        page = batch.pages[batch.slot[r], at // PAGE]
+        place = kv_position(batch, r)
+        offset = place % PAGE
+        page = batch.pages[batch.slot[r], place // PAGE]
         tile = kv.k[layer, page, head, offset // LANES]
         for j in range(LANES):
-            a, b = buffer[r, j], buffer[r, LANES + j]
+            a, b = buffer[r, at + j], buffer[r, at + LANES + j]
             cos, sin = turn[0, first + j], turn[1, first + j]
             tile[first + j, offset % LANES] = a * cos - b * sin
             tile[first + j + half, offset % LANES] = b * cos + a * sin
+
+
+@jit
+def _first_of_qkv(dims, weights, layer, worker):
+    width = qkv_columns(dims, weights)
+    items = (dims.heads + 2 * dims.kv_heads) * dims.head_dim // width
+    return pointer(weights.qkv, (layer * items + min(worker, items - 1)) * width * dims.hidden)
 
 
 @jit
@@ -159,7 +216,7 @@ def out_proj(dims, weights, kv, batch, acts, layer, worker, counters, op):
 
 @jit
 def _add_to_residual(acts, worker, rows, item):
-    buffer = _products(acts, worker)
+    buffer = products(acts, worker, PAIR)
     for r in range(rows):
         for j in range(PAIR):
             acts.x[r, item * PAIR + j] += buffer[r, j]
@@ -171,11 +228,11 @@ def gate_up(dims, weights, kv, batch, acts, layer, worker, counters, op):
     workers, rows = acts.scratch.shape[0], batch.count[0]
     hidden, stride = dims.hidden, acts.x.shape[1]
     for r in range(rows):
-        _rms_norm(
+        rms_norm(
             acts.x[r], weights.ffn_norm[layer], weights.eps[0], acts.scratch[worker], r * stride
         )  # fmt: skip
     x = pointer(acts.scratch, worker * acts.scratch.shape[1])
-    buffer = _products(acts, worker)
+    buffer = products(acts, worker, PAIR)
     items, after = dims.ffn // LANES, hidden // PAIR
     item = worker
     while item < items:
@@ -205,9 +262,7 @@ def down(dims, weights, kv, batch, acts, layer, worker, counters, op):
         if following < items:
             ahead = pointer(weights.down, (layer * items + following) * PAIR * depth)
         elif layer + 1 < dims.layers:
-            pairs = (dims.heads + 2 * dims.kv_heads) * (dims.head_dim // PAIR)
-            first = (layer + 1) * pairs + min(worker, pairs - 1)
-            ahead = pointer(weights.qkv, first * PAIR * dims.hidden)
+            ahead = _first_of_qkv(dims, weights, layer + 1, worker)
         else:
             first = min(worker, weights.head.shape[0] // 2 - 1)
             ahead = pointer(weights.head, first * PAIR * dims.hidden)
@@ -223,7 +278,7 @@ def head(dims, weights, kv, batch, acts, layer, worker, counters, op):
     workers, rows = acts.scratch.shape[0], batch.count[1]
     hidden, stride = dims.hidden, acts.x.shape[1]
     for r in range(rows):
-        _rms_norm(
+        rms_norm(
             acts.x[batch.head_row[r]], weights.final_norm, weights.eps[0], acts.scratch[worker],
             r * stride,
         )  # fmt: skip
@@ -236,8 +291,7 @@ def head(dims, weights, kv, batch, acts, layer, worker, counters, op):
         if following < items:
             ahead = pointer(weights.head, following * PAIR * hidden)
         else:
-            pairs = (dims.heads + 2 * dims.kv_heads) * (dims.head_dim // PAIR)
-            ahead = pointer(weights.qkv, min(worker, pairs - 1) * PAIR * hidden)
+            ahead = _first_of_qkv(dims, weights, 0, worker)
         out = pointer(acts.logits, item * PAIR)
         pair_gemm(x, stride, rows, w, LANES, hidden * LANES, out, width, hidden, False, ahead, True)
         item = following

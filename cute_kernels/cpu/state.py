@@ -52,6 +52,8 @@ class Weights(NamedTuple):
     final_norm: np.ndarray  # [H] float32
     rope: np.ndarray  # [positions, 2, D/2] float32: cosines, then sines
     eps: np.ndarray  # [1] float32
+    q_norm: np.ndarray  # [L, D] float32, RMSNorm of each query head; [L, 0] where there is none
+    k_norm: np.ndarray  # [L, D] float32, the same of each key head
 
 
 class Kv(NamedTuple):

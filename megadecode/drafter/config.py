@@ -11,8 +11,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megadecode.config import ModelConfig
-from megadecode.drafter.rope import Yarn
+from megadecode.drafter.rope import Yarn, rotation_table
 from megadecode.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -161,6 +164,10 @@ class DrafterConfig:
             context_tokens=1, rope_theta=self.rope_theta, rms_eps=self.rms_eps,
             tied_embeddings=False,
         )  # fmt: skip
+
+    def rotations(self, positions: int) -> NDArray[np.float64]:
+        """[positions, 2, head_dim / 2]: cosines, then sines, YaRN's multiplier in them."""
+        return rotation_table(self.head_dim, self.rope_theta, self.yarn, positions)
 
     def check_target(self, target: ModelConfig) -> None:
         """ModelError unless the drafter's shape fits the target's."""

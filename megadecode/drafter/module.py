@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from megadecode.drafter.config import DrafterConfig
-from megadecode.drafter.rope import rotation_table
 
 
 class DrafterModule(nn.Module):
@@ -111,9 +110,8 @@ class DrafterModule(nn.Module):
     def _turn(self, positions: int, like: torch.Tensor) -> torch.Tensor:
         """[positions, 2, head_dim / 2] cosines and sines."""
         if self._table is None or len(self._table) < positions:
-            c = self.config
             size = 1 << (positions - 1).bit_length()
-            self._table = torch.from_numpy(rotation_table(c.head_dim, c.rope_theta, c.yarn, size))
+            self._table = torch.from_numpy(self.config.rotations(size))
         return self._table[:positions].to(like)
 
 
