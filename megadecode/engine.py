@@ -257,7 +257,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Time per phase since the start or the last reset, against bytes read and operations."""
         parts = self._parts
         figures = phase_figures(
-            parts.trace.copy(), Shape(*parts.dims), 2 if self.weights == "bf16" else 4
+            parts.trace.copy(), Shape(*parts.target.dims), 2 if self.weights == "bf16" else 4
         )
         if reset:
             parts.trace[:] = 0
