@@ -217,7 +217,7 @@ def _drafter(
     most = max(block_rows, context_rows)
     weights, draft = pack_drafter(
         shape, drafter.get, target.weights, target.weights.rope.shape[0], target_rows=rows,
-        context_rows=context_rows, dtype=o.weights,
+        context_rows=context_rows,
     )  # fmt: skip
     batches = [
         make_batch(rows=most, head_rows=block_rows, slots=slots, pages_per_slot=table, items=1)

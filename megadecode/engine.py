@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import warnings
@@ -14,6 +15,8 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from cute_kernels.cpu.slots import AUTO
+from cute_kernels.cpu.tree import MAX_NODES
 from cute_kernels.plan import Shape
 from host.ring import read_word
 from host.wire import Word
@@ -28,6 +31,8 @@ from megadecode.cpu_device import (
     default_workers,
     start,
 )
+from megadecode.drafter.find import choose_drafter
+from megadecode.drafter.io import Drafter
 from megadecode.errors import DeviceUnavailable, ParameterError, PromptError
 from megadecode.models.tokenizer import Tokenizer
 from megadecode.request import Chunk, Request
@@ -35,6 +40,7 @@ from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures, phase_figures
 
 PAGE = 64
+logger = logging.getLogger("megadecode")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | np.ndarray
 
 
@@ -83,6 +89,11 @@ class Engine(AbstractContextManager["Engine"]):
         ctx: positions a request may use, prompt and generated tokens together.
         slots: requests decoded at the same time, 1 to 16; further ones wait their turn.
         device: `auto` or `cpu`.
+        draft: `auto`, a drafter that belongs to the model if there is one; `off`; or a drafter or
+            the path of one. It never changes what is generated, only how fast.
+        budget: nodes to verify per slot and step, the root not counted: 0 to 255, or `auto`, chosen
+            step by step from measured times and acceptance.
+        shape: `tree`, or `chain` (the budget is then its length).
         weights: `fp32` or `bf16`, the precision the weights are kept in.
         workers: threads of the CPU device; by default one per usable core.
         kv_tokens: KV positions shared by all slots; by default one full context and 2,048
@@ -102,6 +113,9 @@ class Engine(AbstractContextManager["Engine"]):
         slots: int = 16,
         device: str = "auto",
         *,
+        draft: str | os.PathLike[str] | Drafter = "auto",
+        budget: str | int = "auto",
+        shape: str = "tree",
         weights: str = "fp32",
         workers: int | None = None,
         kv_tokens: int | None = None,
@@ -125,11 +139,18 @@ class Engine(AbstractContextManager["Engine"]):
             raise ParameterError(
                 f"park_after_s is {park_after_s!r}; it must be a number of seconds"
             )
-        if kv_tokens is None:
-            kv_tokens = self.ctx + (self.slots - 1) * min(self.ctx, 2048)
-        self.pages = -(-(_size("kv_tokens", kv_tokens, 1, 2**31) + 1) // PAGE)
+        if budget != "auto":
+            budget = _size("budget", budget, 0, MAX_NODES)
+        if shape not in ("tree", "chain"):
+            raise ParameterError(f"shape is {shape!r}; choose tree or chain")
         loaded, self.tokenizer = _load(model)
         self.config = loaded.config
+        self.drafter = choose_drafter(draft, loaded) if budget != 0 else None
+        if self.drafter is None and draft != "off" and budget != 0:
+            logger.info("no drafter belongs to %s: decoding plainly", self.config.name)
+        if kv_tokens is None:
+            kv_tokens = self.ctx + MAX_NODES + (self.slots - 1) * min(self.ctx, 2048)
+        self.pages = -(-(_size("kv_tokens", kv_tokens, 1, 2**31) + 1) // PAGE)
         self._warned = False
         self._parts: CpuParts = start(
             self.config,
@@ -142,8 +163,11 @@ class Engine(AbstractContextManager["Engine"]):
                 weights=weights,
                 chunk_rows=chunk_rows,
                 park_after_s=park_after_s,
+                budget=AUTO if isinstance(budget, str) else budget,
+                chain=shape == "chain",
                 **device_options,
             ),
+            self.drafter,
         )
         self._link = self._parts.link
         # The loop runs in memory of this process: it must have left it before the process ends,
@@ -336,7 +360,7 @@ class Engine(AbstractContextManager["Engine"]):
                 f"{self.ctx - 1} fit. Shorten it or give the engine a larger ctx"
             )
         total = min(prompt_tokens + max_new_tokens, self.ctx)
-        pages = -(-(total + 1) // PAGE)
+        pages = -(-(total + self._parts.loop.limits.reserve_rows) // PAGE)
         if pages > self.pages:
             raise PromptError(
                 f"the request needs {pages} KV pages of {PAGE} positions, the engine has "
