@@ -95,6 +95,30 @@ def test_the_order_is_one_even_where_another_would_round_differently() -> None:
     assert (again.sums / again.weight != row).any()
 
 
+def test_splits_and_blocks_ascend_and_the_tail_comes_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(canonical, "SPLIT_BLOCKS", 2)
+    case = Case(7 * BLOCK + 20, chain(1), seed=9)
+    q, keys, values = case.q[0], case.keys[: case.n + 1], case.values[: case.n + 1]
+    pieces = [
+        canonical.take(q, keys[i : i + BLOCK], values[i : i + BLOCK])
+        for i in range(0, 7 * BLOCK, BLOCK)
+    ]
+    splits = [canonical.merge(*pieces[i : i + 2]) for i in (0, 2, 4)] + [pieces[6]]
+    tail = canonical.take(q, keys[7 * BLOCK :], values[7 * BLOCK :])
+
+    def merged(order: list[canonical.Partial]) -> np.ndarray:
+        total = order[0]
+        for part in order[1:]:
+            total = canonical.merge(total, part)
+        return total.sums / total.weight
+
+    assert case.row(0).tobytes() == merged([*splits, tail]).tobytes()
+    for other in ([*splits[::-1], tail], [tail, *splits], [*pieces, tail]):
+        assert (merged(other) != case.row(0)).any()
+
+
 def test_merging_nothing_changes_no_bit() -> None:
     rng = np.random.default_rng(1)
     q, keys, values = rng.standard_normal((3, 5, D)).astype(np.float32)
