@@ -68,8 +68,8 @@ class Batch(NamedTuple):
 
     A segment is a run of positions of one sequence (a prompt's chunk, one decode row), where all
     depths are 0, or a draft tree. A tree's first row is its root, at the first position that is not
-    committed; a row's `position` is the root's plus its depth. Siblings share a position, so keys and
-    values are stored elsewhere: those of the segment's row i at root + i, see `kv_position`.
+    committed; a row's `position` is the root's plus its depth. Siblings share a position, so keys
+    and values are stored elsewhere: those of the segment's row i at root + i, see `kv_position`.
     """
 
     count: Any  # [8] int64: rows, head rows, segments, attention items, parts
