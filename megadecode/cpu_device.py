@@ -21,7 +21,7 @@ from cute_kernels.cpu.pack import (
 )
 from cute_kernels.cpu.policy import LARGEST, make_policy
 from cute_kernels.cpu.slots import AUTO, Context, Limits, Sched, make_decision, make_sched
-from cute_kernels.cpu.speculate import make_ranked
+from cute_kernels.cpu.speculate import NO_SCRIPT, Script, make_ranked
 from cute_kernels.cpu.state import PAGE, Model, make_batch
 from cute_kernels.cpu.team import make_sync
 from cute_kernels.cpu.topk import make_workspace
@@ -66,6 +66,7 @@ class CpuOptions:
     first_sequence: int = 0
     budget: int = AUTO
     chain: bool = False
+    script: Script = NO_SCRIPT
 
 
 @dataclass
@@ -177,6 +178,7 @@ def start(
         ),
         context=context,
         ranked=make_ranked(o.slots, min(tree_rows - 1, config.vocab)),
+        script=o.script,
         trees=make_tree(tree_rows - 1, o.slots),
         frontiers=tuple(make_frontier(tree_rows - 1) for _ in range(o.workers)),
         decision=make_decision(o.slots),

@@ -9,6 +9,7 @@ plain decoding, whatever the tree was. Rows off the path are never decided.
 from __future__ import annotations
 
 from cute_kernels.cpu import sampling
+from cute_kernels.cpu.compact import compact_kv
 from cute_kernels.cpu.policy import note_acceptance
 from cute_kernels.cpu.slots import Stage
 from cute_kernels.cpu.tree import child_with_token, tree_of
@@ -16,29 +17,6 @@ from host.atomics import fetch_add
 from host.jit import jit
 
 _PREFILL = int(Stage.PREFILL)
-
-
-@jit
-def compact_kv(kv, layer, pages, base, path, count, scratch):
-    heads, size = kv.v.shape[2], kv.v.shape[4]
-    at = 0
-    for k in range(1, count):
-        place = base + path[k]
-        page = pages[place // 64]
-        for h in range(heads):
-            for d in range(size):
-                scratch[at] = kv.k[layer, page, h, place % 64 // 16, d, place % 16]
-                scratch[at + 1] = kv.v[layer, page, h, place % 64, d]
-                at += 2
-    at = 0
-    for k in range(1, count):
-        place = base + k
-        page = pages[place // 64]
-        for h in range(heads):
-            for d in range(size):
-                kv.k[layer, page, h, place % 64 // 16, d, place % 16] = scratch[at]
-                kv.v[layer, page, h, place % 64, d] = scratch[at + 1]
-                at += 2
 
 
 @jit

@@ -28,7 +28,7 @@ from cute_kernels.cpu.service import (
     heartbeat,
 )
 from cute_kernels.cpu.slots import Context, Count, Decision, Limits, Sched, Stage
-from cute_kernels.cpu.speculate import Ranked, draft_rank, grow_trees
+from cute_kernels.cpu.speculate import Ranked, Script, draft_rank, grow_trees
 from cute_kernels.cpu.state import Model
 from cute_kernels.cpu.team import (
     LEAVE,
@@ -94,6 +94,7 @@ class Loop(NamedTuple):
     limits: Limits
     context: Context
     ranked: Ranked
+    script: Script
     trees: Tree
     frontiers: tuple[Frontier, ...]
     decision: Decision
@@ -150,8 +151,8 @@ def _run_drafting(phase, layer, loop, target, drafter, draft, worker, workers, o
         drafting.draft_attend(dims, weights, draft, kv, batch, acts, layer, worker, counters, op)
     elif phase == _DRAFT_RANK:
         draft_rank(
-            dims, sched, batch, acts, loop.ranked, loop.limits.first_drafted, loop.space, worker,
-            workers, counters, op,
+            dims, sched, batch, acts, loop.ranked, loop.script, loop.limits.first_drafted,
+            loop.space, worker, workers, counters, op,
         )  # fmt: skip
     elif phase == _TREE:
         grow_trees(

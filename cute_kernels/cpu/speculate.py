@@ -25,6 +25,39 @@ class Ranked(NamedTuple):
     widths: np.ndarray  # [S, MAX_DEPTH] int32; 0 where the logits held NaN
 
 
+class Script(NamedTuple):
+    """Candidates by absolute position that take the drafter's place, for measuring and for tests.
+
+    What comes of them says nothing about a drafter; figures made with a script say so.
+    """
+
+    ids: np.ndarray  # [positions, K] int32
+    logprobs: np.ndarray  # [positions, K] float32, descending
+    widths: np.ndarray  # [positions] int32; of length 0: no script
+
+
+def make_script(ids: np.ndarray, logprobs: np.ndarray, widths: np.ndarray) -> Script:
+    """A script from `[positions, K]` candidates and `[positions]` widths."""
+    return Script(
+        np.ascontiguousarray(ids, np.int32),
+        np.ascontiguousarray(logprobs, np.float32),
+        np.ascontiguousarray(widths, np.int32),
+    )
+
+
+NO_SCRIPT = make_script(np.zeros((0, 1)), np.zeros((0, 1)), np.zeros(0))
+
+
+@jit
+def _follow_script(script, ranked, s, at, position, k):
+    width = script.widths[position] if position < script.widths.shape[0] else 0
+    width = min(np.int64(width), k)
+    for i in range(width):
+        ranked.ids[s, at, i] = script.ids[position, i]
+        ranked.logprobs[s, at, i] = script.logprobs[position, i]
+    ranked.widths[s, at] = width
+
+
 def make_ranked(slots: int, candidates: int) -> Ranked:
     """Room for `candidates` per position."""
     shape = (slots, MAX_DEPTH, max(candidates, 1))
@@ -35,7 +68,7 @@ def make_ranked(slots: int, candidates: int) -> Ranked:
 
 @jit
 def draft_rank(
-    dims, sched, draft, acts, ranked, first_drafted, space, worker, workers, counters, op
+    dims, sched, draft, acts, ranked, script, first_drafted, space, worker, workers, counters, op
 ):
     """One item per drafted position: its likeliest tokens. Row `first_drafted` of a block predicts
     the token behind the anchor (1: rows predict their own position; 0: the one behind it)."""
@@ -46,6 +79,10 @@ def draft_rank(
         at = draft.position[row] - sched.slot[s].kv_tokens - first_drafted
         logits = acts.logits[item]
         k = min(np.int64(sched.slot[s].budget), ranked.ids.shape[2])
+        if script.widths.shape[0] > 0:
+            _follow_script(script, ranked, s, at, sched.slot[s].kv_tokens + 1 + at, k)
+            item = workers + fetch_add(counters, op * 8, 1)
+            continue
         width = top_k_sorted(
             logits, dims.vocab, k, ranked.ids[s, at], ranked.logprobs[s, at], space, worker
         )

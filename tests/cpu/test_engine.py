@@ -384,7 +384,8 @@ def test_nan_in_the_logits_ends_one_request_with_an_error():
         while not bad._ids:
             time.sleep(0.0001)
         with engine.parked():
-            sched, batch, kv = engine._parts.sched, engine._parts.batch, engine._parts.kv
+            sched, batch = engine._parts.sched, engine._parts.target.batch
+            kv = engine._parts.target.kv
             slot = int(np.flatnonzero(sched.slot["request_id"] == bad.request_id)[0])
             kv.v[:, batch.pages[slot, 0], :, 0, :] = np.nan
         result = bad.result(10)
@@ -466,6 +467,6 @@ def test_a_stopped_process_is_not_a_hang():
 
 def test_sizes_and_counts_are_reported(engine):
     stats = engine.stats()
-    assert stats.pages == -(-(512 + 3 * 512 + 1) // 64)
+    assert stats.pages == -(-(512 + 255 + 3 * 512 + 1) // 64)
     assert stats.launches >= 1
     assert model().config is CONFIG

@@ -18,14 +18,15 @@ def state_of(engine, request_id):
     """
     parts = engine._parts
     slot = int(np.flatnonzero(parts.sched.slot["request_id"] == request_id)[0])
-    rows = parts.batch.head_row[: parts.batch.count[1]]
-    at = int(np.flatnonzero(parts.batch.slot[rows] == slot)[0])
+    batch, kv = parts.target.batch, parts.target.kv
+    rows = batch.head_row[: batch.count[1]]
+    at = int(np.flatnonzero(batch.slot[rows] == slot)[0])
     kept = len(TARGET) + NEW - 1
-    pages = parts.batch.pages[slot, : -(-kept // 64)]
-    keys = parts.kv.k[:, pages].transpose(1, 3, 5, 0, 2, 4)  # page, tile, lane, layer, head, d
-    values = parts.kv.v[:, pages].transpose(1, 3, 0, 2, 4)  # page, position, layer, head, d
+    pages = batch.pages[slot, : -(-kept // 64)]
+    keys = kv.k[:, pages].transpose(1, 3, 5, 0, 2, 4)  # page, tile, lane, layer, head, d
+    values = kv.v[:, pages].transpose(1, 3, 0, 2, 4)  # page, position, layer, head, d
     keys, values = (a.reshape(64 * len(pages), *a.shape[-3:])[:kept] for a in (keys, values))
-    return parts.acts.logits[at].copy(), keys.copy(), values.copy()
+    return parts.target.acts.logits[at].copy(), keys.copy(), values.copy()
 
 
 def run_target(engine, neighbours=(), abort=()):
@@ -69,7 +70,7 @@ def test_beside_fifteen_others(alone):
         # The i-th prompt is prefilled in step i; each then gets one token a step.
         others = [(prompt(10 + 13 * i, seed=i), NEW + 15 - i) for i in range(15)]
         result, request_id = run_target(engine, others)
-        assert engine._parts.batch.count[1] == 16
+        assert engine._parts.target.batch.count[1] == 16
         check_same(alone, engine, result, request_id)
 
 
@@ -101,9 +102,9 @@ def test_on_recycled_pages_full_of_nan(alone):
         greedy(engine, prompt(300), 200)
         for poison in (np.nan, np.inf, 3e38):
             with engine.parked():
-                engine._parts.kv.k[:] = poison
-                engine._parts.kv.v[:] = poison
-                for buffer in engine._parts.acts:
+                engine._parts.target.kv.k[:] = poison
+                engine._parts.target.kv.v[:] = poison
+                for buffer in engine._parts.target.acts:
                     if buffer.dtype == np.float32:
                         buffer[:] = poison
             result, request_id = run_target(engine)
@@ -125,6 +126,6 @@ def test_the_comparison_can_fail(alone):
         while not request._ids:
             pass
         with engine.parked():
-            pages = engine._parts.batch.pages[0]
-            engine._parts.kv.k[0, pages[0], 0, 0, 0, 0] += 0.25
+            pages = engine._parts.target.batch.pages[0]
+            engine._parts.target.kv.k[0, pages[0], 0, 0, 0, 0] += 0.25
         assert bits(request.result(10)) != alone[0]
