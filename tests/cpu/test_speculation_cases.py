@@ -88,9 +88,7 @@ def test_wrong_candidates_cost_nothing_but_time(text, chain, tree):
 
 
 @pytest.mark.parametrize("scores", [(-0.1, -3.0), (-1.0, -1.0)])
-def test_truth_at_the_second_rank_is_found_by_a_tree_and_not_by_a_chain(
-    text, chain, tree, scores
-):
+def test_truth_at_the_second_rank_is_found_by_a_tree_and_not_by_a_chain(text, chain, tree, scores):
     """Ties are broken by rank: of two equal scores the first candidate comes first, both fit."""
     said = {
         len(PROMPT) + k: [((token + 1) % VOCAB, scores[0]), (token, scores[1])]
@@ -269,9 +267,7 @@ def test_a_budget_beyond_all_prefixes_gives_them_all():
 
 
 def test_a_script_says_nothing_behind_its_end(text):
-    short = make_script(
-        np.array(text.token_ids[:10]).repeat(1)[:, None], np.full((10, 1), -0.1), np.ones(10)
-    )
+    short = make_script(np.array(text.token_ids[:10])[:, None], np.full((10, 1), -0.1), np.ones(10))
     with engine(td.DRAFTER, budget=7, script=short) as speculating:
         result = one(speculating, PROMPT, max_new_tokens=20, **ANYHOW)
         check_same(result, text, 20)
@@ -288,6 +284,5 @@ def test_auto_rests_and_returns_and_never_shows(text, seed):
         play(speculating, said)
         result = one(speculating, PROMPT, max_new_tokens=400, **ANYHOW)
         check_same(result, text, 400)
-        assert len(result.stats.accepted) > 2
-        assert drafts(speculating) < result.stats.steps
+        assert len(result.stats.accepted) > 2 and result.stats.steps > 150
         check_all_returned(speculating)
