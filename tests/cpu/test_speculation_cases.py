@@ -6,9 +6,22 @@ import numpy as np
 import pytest
 import tiny_drafter as td
 from speculative import (
-    ANYHOW, BLOCK_16, CTX, drafts, engine, exact, half_right, ids, one, params, play, run,
-    scripted, target, truth,
-)  # fmt: skip
+    ANYHOW,
+    BLOCK_16,
+    CTX,
+    drafts,
+    engine,
+    exact,
+    half_right,
+    ids,
+    one,
+    params,
+    play,
+    run,
+    scripted,
+    target,
+    truth,
+)
 from test_engine import check_all_returned
 
 from cute_kernels.cpu.speculate import make_script
@@ -244,7 +257,7 @@ def test_the_budget_does_not_change_what_is_drafted(text):
             rows = int(loop.trees.rows[0, 0])
             assert rows == budget + 1
             deepest[budget] = int(loop.trees.depth[0, :rows].max())
-    for budget, (tokens, logprobs) in ranked.items():
+    for tokens, logprobs in ranked.values():
         width = tokens.shape[1]
         assert (tokens == ranked[255][0][:, :width]).all()
         assert logprobs.tobytes() == ranked[255][1][:, :width].tobytes()
