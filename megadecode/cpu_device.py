@@ -156,9 +156,7 @@ def start(
         allocate_acts(config, rows, decode_rows + 1, o.slots, table, o.workers),
     )
     model, draft, context = _drafter(drafter, target, o, rows)
-    operations = program(
-        config.layers, shape.layers if shape else 0, shape.taps if shape else ()
-    )
+    operations = program(config.layers, shape.layers if shape else 0, shape.taps if shape else ())
     state = loop.Loop(
         wire=wire,
         sched=sched,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from cute_kernels.cpu.tree import MAX_NODES
 from cute_kernels.plan import Shape
 from host.ring import read_word
 from host.wire import Word
-from megadecode.config import ModelConfig
 from megadecode.cpu_device import (
     CHUNK_ROWS,
     MAX_SLOTS,
@@ -35,6 +34,7 @@ from megadecode.drafter.find import choose_drafter
 from megadecode.drafter.io import Drafter
 from megadecode.errors import DeviceUnavailable, ParameterError, PromptError
 from megadecode.models.tokenizer import Tokenizer
+from megadecode.models.weights import Weights
 from megadecode.request import Chunk, Request
 from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures, phase_figures
@@ -42,14 +42,6 @@ from megadecode.trace import PhaseFigures, phase_figures
 PAGE = 64
 logger = logging.getLogger("megadecode")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | np.ndarray
-
-
-class Model(Protocol):
-    """What the engine needs of a model: see `megadecode.models`."""
-
-    config: ModelConfig
-
-    def tensor(self, name: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +77,7 @@ class Engine(AbstractContextManager["Engine"]):
     """A model on a device, decoding until it is closed. Thread-safe.
 
     Args:
-        model: a known name, the path of a GGUF file, or an object with `config` and `tensor(name)`.
+        model: a known name, the path of a GGUF file, or any `megadecode.models.weights.Weights`.
         ctx: positions a request may use, prompt and generated tokens together.
         slots: requests decoded at the same time, 1 to 16; further ones wait their turn.
         device: `auto` or `cpu`.
@@ -108,7 +100,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | Model = "smollm2-135m",
+        model: str | os.PathLike[str] | Weights = "smollm2-135m",
         ctx: int = 65536,
         slots: int = 16,
         device: str = "auto",
@@ -384,7 +376,7 @@ def _check_device(device: str) -> None:
         )
 
 
-def _load(model: str | os.PathLike[str] | Model) -> tuple[Model, Tokenizer | None]:
+def _load(model: str | os.PathLike[str] | Weights) -> tuple[Weights, Tokenizer | None]:
     if isinstance(model, str | os.PathLike):
         from megadecode.models.gguf_file import load
         from megadecode.models.store import resolve

@@ -208,7 +208,7 @@ def _is_skipped(phase, context_rows, draft_rows, head_rows, items, nodes):
 def _most_nodes(sched):
     nodes = 0
     for s in range(sched.slot.shape[0]):
-        nodes = max(nodes, np.int64(sched.slot[s].nodes))
+        nodes = max(nodes, int(sched.slot[s].nodes))
     return nodes
 
 

@@ -257,10 +257,9 @@ def allocate_acts(
         "logits": (head_rows, _round_up(c.vocab, PAIR)),
         "part_ml": (c.kv_heads, parts, 2),
         "part_o": (c.kv_heads, parts, c.head_dim),
-        "logprob": (head_rows,),
         "scratch": (workers, scratch_words(c, rows)),
     }
     size = sum(_round_up(4 * int(np.prod(shape)), 64) for shape in shapes.values())
-    arena = _Arena(size + 64 + _round_up(4 * head_rows, 64))
+    arena = _Arena(size + 64)
     made = {name: arena.take(shape, np.float32) for name, shape in shapes.items()}
-    return Acts(token=arena.take((head_rows,), np.int32), **made)
+    return Acts(**made)

@@ -96,8 +96,6 @@ class Acts(NamedTuple):
     logits: np.ndarray  # [head rows, V]
     part_ml: np.ndarray  # [kv_heads, part rows, 2] running maximum and sum of a part
     part_o: np.ndarray  # [kv_heads, part rows, D] weighted values of a part
-    token: np.ndarray  # [head rows] int32: the chosen token, -1 where the logits hold NaN or +inf
-    logprob: np.ndarray  # [head rows] float32: its log-probability
     scratch: np.ndarray  # [workers, scratch words] float32, private to a worker
 
 
