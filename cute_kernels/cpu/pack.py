@@ -188,13 +188,17 @@ def pack_weights(
         _fill(packed["gate_up"][i, 0::2], tensor(at + "gate", c.ffn, c.hidden))
         _fill(packed["gate_up"][i, 1::2], tensor(at + "up", c.ffn, c.hidden))
         _fill(packed["down"][i], tensor(at + "down", c.hidden, c.ffn))
+    if shared is None:
+        embed, head = packed["embed"], packed.get("head", packed["embed"])
+    else:
+        embed, head = shared.embed, shared.head
     return Weights(
-        embed=packed["embed"] if shared is None else shared.embed,
+        embed=embed,
         qkv=packed["qkv"],
         out=packed["out"],
         gate_up=packed["gate_up"],
         down=packed["down"],
-        head=packed.get("head", packed.get("embed")) if shared is None else shared.head,
+        head=head,
         attn_norm=norms["attn"],
         ffn_norm=norms["ffn"],
         final_norm=tensor("final_norm", c.hidden).copy(),
