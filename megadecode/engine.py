@@ -227,6 +227,7 @@ class Engine(AbstractContextManager["Engine"]):
             alternatives=params.logprobs,
         )
         request._abort = self._link.abort
+        request._owner = self
         self._link.submit(
             ids,
             params.max_new_tokens,
@@ -248,6 +249,11 @@ class Engine(AbstractContextManager["Engine"]):
             request.abort()
 
     # -- the device -------------------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the device can no longer be used: it hung, or the engine is closed."""
+        return self._link.lost is not None
 
     def stats(self) -> EngineStats:
         """A look at slots, pages and counters, as of the last turn of the loop."""

@@ -360,6 +360,8 @@ def _lead(workers, loop, target, drafter, draft):
     was_paused = False
     while True:
         command = load_acquire(wire.control, _COMMAND)
+        if command == _SHUTDOWN or command == _PARK:
+            _publish_gauges(wire, sched, 0)
         if command == _SHUTDOWN:
             _leave_all(wire, sync, workers, _STOPPED)
             return

@@ -48,7 +48,8 @@ def _round_up(value: int, multiple: int) -> int:
 
 def allocate(size_bytes: int) -> np.ndarray:
     """Zeroed bytes, aligned to a huge page, committed as they are touched."""
-    raw = mmap.mmap(-1, size_bytes + _HUGE)
+    # Private, or the mapping is shared memory: no huge pages, and common to forked children.
+    raw = mmap.mmap(-1, size_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             raw.madvise(mmap.MADV_HUGEPAGE)

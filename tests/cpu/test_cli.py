@@ -80,7 +80,7 @@ def test_doctor_on_an_empty_home_says_what_to_do(tmp_path, monkeypatch):
 
 
 def test_run_keeps_its_engine_and_replaces_it(model_path):
-    from megadecode.run import _close_kept
+    from megadecode.run import close_kept
 
     first = megadecode.run(CAPITAL, ctx=512)
     again = megadecode.run(CAPITAL, ctx=512)
@@ -89,7 +89,7 @@ def test_run_keeps_its_engine_and_replaces_it(model_path):
     assert first.token_ids == again.token_ids
     assert first.token_ids[-1] in (2,), "the stop token is part of the ids"
     assert other.token_ids == first.token_ids[:4]
-    _close_kept()
+    close_kept()
 
 
 def test_run_takes_messages_raw_text_and_ids(model_path, tokenizer):
