@@ -32,9 +32,11 @@ from megadecode.cpu_device import (
 )
 from megadecode.drafter.find import choose_drafter
 from megadecode.drafter.io import Drafter
-from megadecode.errors import DeviceUnavailable, ParameterError, PromptError
+from megadecode.errors import ParameterError, PromptError
 from megadecode.models.tokenizer import Tokenizer
 from megadecode.models.weights import Weights
+from megadecode.options import check_device, seconds, size
+from megadecode.options import device_options as check_options
 from megadecode.request import Chunk, Request
 from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures, phase_figures
@@ -61,16 +63,14 @@ class EngineStats:
     launches: int
 
 
-def _size(name: str, value: object, low: int, high: int) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ParameterError(f"{name} is {value!r}; it must be an integer")
-    if not low <= number <= high:
-        raise ParameterError(f"{name} is {number}; it must be between {low} and {high}")
-    return number
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    """A warning that a process gets to see once."""
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
 
 
 class Engine(AbstractContextManager["Engine"]):
@@ -115,34 +115,32 @@ class Engine(AbstractContextManager["Engine"]):
         park_after_s: float = 5.0,
         **device_options: Any,
     ) -> None:
-        self.ctx = _size("ctx", ctx, 2, 2**24)
-        self.slots = _size("slots", slots, 1, MAX_SLOTS)
-        _check_device(device)
+        self.ctx = size("ctx", ctx, 2, 2**24)
+        self.slots = size("slots", slots, 1, MAX_SLOTS)
+        check_device(device)
         if weights not in WEIGHT_TYPES:
             raise ParameterError(f"weights is {weights!r}; choose {' or '.join(WEIGHT_TYPES)}")
         self.weights = weights
         if workers is None:
             workers = default_workers()
-        workers = _size("workers", workers, 1, MAX_WORKERS)
-        chunk_rows = _size("chunk_rows", chunk_rows, PAGE, 4096)
+        workers = size("workers", workers, 1, MAX_WORKERS)
+        chunk_rows = size("chunk_rows", chunk_rows, PAGE, 4096)
         if chunk_rows % PAGE:
             raise ParameterError(f"chunk_rows is {chunk_rows}; it must be a multiple of {PAGE}")
-        if isinstance(park_after_s, bool) or not isinstance(park_after_s, int | float):
-            raise ParameterError(
-                f"park_after_s is {park_after_s!r}; it must be a number of seconds"
-            )
         if budget != "auto":
-            budget = _size("budget", budget, 0, MAX_NODES)
+            budget = size("budget", budget, 0, MAX_NODES)
         if shape not in ("tree", "chain"):
             raise ParameterError(f"shape is {shape!r}; choose tree or chain")
+        if kv_tokens is None:
+            kv_tokens = self.ctx + MAX_NODES + (self.slots - 1) * min(self.ctx, 2048)
+        self.pages = -(-(size("kv_tokens", kv_tokens, 1, 2**31) + 1) // PAGE)
+        park_after_s = seconds("park_after_s", park_after_s)
+        further = check_options(device_options)
         loaded, self.tokenizer = _load(model)
         self.config = loaded.config
         self.drafter = choose_drafter(draft, loaded) if budget != 0 else None
         if self.drafter is None and draft != "off" and budget != 0:
-            logger.info("no drafter belongs to %s: decoding plainly", self.config.name)
-        if kv_tokens is None:
-            kv_tokens = self.ctx + MAX_NODES + (self.slots - 1) * min(self.ctx, 2048)
-        self.pages = -(-(_size("kv_tokens", kv_tokens, 1, 2**31) + 1) // PAGE)
+            _say_once(f"no drafter belongs to {self.config.name}: decoding plainly")
         self._warned = False
         self._parts: CpuParts = start(
             self.config,
@@ -157,7 +155,7 @@ class Engine(AbstractContextManager["Engine"]):
                 park_after_s=park_after_s,
                 budget=AUTO if isinstance(budget, str) else budget,
                 chain=shape == "chain",
-                **device_options,
+                **further,
             ),
             self.drafter,
         )
@@ -214,6 +212,8 @@ class Engine(AbstractContextManager["Engine"]):
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ParameterError(f"params is {params!r}; give a SamplingParams")
+        if timeout is not None and not isinstance(timeout, int | float):
+            raise ParameterError(f"timeout is {timeout!r}; it must be a number of seconds, or None")
         ids = self.encode(prompt, chat=chat)
         stops = params.stop_ids(self.config.stop_ids, self.config.vocab)
         self._check_fits(len(ids), params.max_new_tokens)
@@ -371,15 +371,6 @@ class Engine(AbstractContextManager["Engine"]):
                 f"request may reach {total}, and text beyond the trained length is often poor",
                 stacklevel=3,
             )
-
-
-def _check_device(device: str) -> None:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ParameterError(f"device is {device!r}; choose auto, cpu or cuda")
-    if device == "cuda":
-        raise DeviceUnavailable(
-            "device 'cuda' has no kernel in this release; use device='cpu' or 'auto'"
-        )
 
 
 def _load(model: str | os.PathLike[str] | Weights) -> tuple[Weights, Tokenizer | None]:
