@@ -8,6 +8,7 @@ from sampling_oracle import (
     biased,
     check,
     choose,
+    noise_row,
     padded,
     poisoned,
     random_request,
@@ -58,3 +59,34 @@ def test_nucleus_of_forty_thousand_different_tokens(scale: float) -> None:
     top_p = (chance[:40_000].sum() - chance[39_999] / 2) / chance.sum()
     assert check(row, request(top_p=top_p, seed=9), 5) == pytest.approx(40_000, abs=2)
     assert check(row, request(top_p=top_p, temperature=100, seed=9), 5) > 38_000
+
+
+def test_min_p_compares_with_the_exact_threshold_and_not_a_rounded_one() -> None:
+    sides = set()
+    for min_p in np.linspace(0.01, 0.99, 40).astype(np.float32):
+        exact = np.log(np.float64(min_p))  # the threshold for a largest logit of 0
+        nearest = np.float32(exact)
+        near = [
+            np.nextafter(nearest, np.float32(-9)),
+            nearest,
+            np.nextafter(nearest, np.float32(9)),
+        ]
+        row = np.array([0, *near], np.float32)
+        space = poisoned(4)
+        weights_of(padded(row), 4, request(min_p=min_p), np.zeros(4, np.float32), space)
+        np.testing.assert_array_equal(space.weight[0, :4] > 0, row.astype(np.float64) >= exact)
+        sides.add(bool(nearest >= exact))
+    assert sides == {False, True}
+
+
+def test_the_lower_of_two_tokens_with_the_same_number_is_chosen() -> None:
+    vocab, found = 49_152, 0
+    for position in range(60):
+        noise = noise_row(1, position, vocab)
+        order = np.argsort(noise, kind="stable")
+        for i in np.flatnonzero(np.diff(noise[order].astype(np.int64)) == 0):
+            row = np.full(vocab, -np.inf, np.float32)
+            row[order[i : i + 2]] = 3
+            assert choose(row, request(seed=1), position)[0] == order[i : i + 2].min()
+            found += 1
+    assert found > 5
