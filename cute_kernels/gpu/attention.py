@@ -27,44 +27,13 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.config import PAGE, TAIL_KEYS, AttentionSmem, Buffers
-from cute_kernels.gpu.gemm import bf16_pair, mma, put_word, take_words, unpack_pair
+from cute_kernels.gpu.fragments import bf16_pair, mma, put_word, unpack_pair
+from cute_kernels.gpu.gemm import take_words
 from cute_kernels.gpu.ring import advance
 from cute_kernels.gpu.sync import ptx_read
 
 NEG_INF = -float("inf")
 TAIL_STEP = 16  # tail keys whose loads are in flight together
-
-
-# -- results of qkv ----------------------------------------------------------------------------
-def kv_word(row, word):
-    """Byte offset of 32-bit word `word` in a swizzled 128-byte row."""
-    return row * 128 + (((word >> 2) ^ (row & 7)) << 4) + (word & 3) * 4
-
-
-def key_word(word):
-    """Where a rotary pair (word of Q's column order) lies in a K row: see `key_order`."""
-    return (word & ~7) + (word & 1) * 4 + ((word >> 1) & 3)
-
-
-@cute.jit
-def put_qkv(k: cutlass.Constexpr, dst: Int64, row: Int32, col: Int32, v0: Float32, v1: Float32):
-    """Columns col, col + 1: a rotary pair of q or k, or two dimensions of v."""
-    s, b = k.c.shape, Buffers.of(k.c)
-    q_cols, kv_cols = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    kv = dst + (b.kv - b.q)
-    word = (col >> 1) & 31
-    if col < q_cols + kv_cols:
-        cos, sin = sync.lds_pair(k.attn_rope + (row * 32 + word) * 8)
-        w0 = v0 * cos - v1 * sin
-        w1 = v1 * cos + v0 * sin
-        if col < q_cols:
-            put_word(k, row >= 0, dst, row, col, bf16_pair(w0, w1))
-        else:
-            at = ((col - q_cols) >> 6) * (16 * 256) + kv_word(row, key_word(word))
-            sync.st_word(kv + Int64(at), bf16_pair(w0, w1))
-    else:
-        at = ((col - q_cols - kv_cols) >> 6) * (16 * 256) + 16 * 128 + kv_word(row, word)
-        sync.st_word(kv + Int64(at), bf16_pair(v0, v1))
 
 
 # -- committed blocks --------------------------------------------------------------------------
@@ -78,7 +47,8 @@ def ldmatrix(addr, transposed):
 
 
 def exp2(x):
-    return cute.math.exp2(x, fastmath=True)
+    """One instruction; `cute.math.exp2` scales denormals around it."""
+    return ptx_read("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
 
 
 def quad_max(v):
@@ -170,20 +140,23 @@ def store_half(k, head, m, den, o):
 
 
 def publish_part(k, head, m, den, o, part):
-    """Merge both halves of the keys and publish this split's part of 16 rows of a head."""
+    """Merge both halves of the keys and publish this split's part of 16 rows of a head. Loads come
+    before stores: the compiler keeps the order of a load behind a relaxed store."""
     c = k.c
     for h in range(2):
         row = (k.lane >> 2) + 8 * h
         m1, den1 = sync.lds_pair(k.squares + (head * 16 + row) * 8)
+        at = k.red + ((head * 16 + row) * 64 + 2 * (k.lane & 3)) * 4
+        others = [sync.lds_pair(at + n * 32) for n in range(8)]
         top = cutlass.max(m[h], m1)
         safe = sync.choose(top > NEG_INF, top, 0.0)
         e0, e1 = exp2(m[h] - safe), exp2(m1 - safe)
         to = part + Int64(row * (c.splits * c.part_bytes))
-        for n in range(8):
-            dim = n * 8 + 2 * (k.lane & 3)
-            a0, a1 = sync.lds_pair(k.red + ((head * 16 + row) * 64 + dim) * 4)
-            words = [o[n * 4 + 2 * h] * e0 + a0 * e1, o[n * 4 + 2 * h + 1] * e0 + a1 * e1]
-            sync.st_words(to + Int64((head * 64 + dim) * 4), [sync.as_bits(w) for w in words])
+        sums = to + Int64((head * 64 + 2 * (k.lane & 3)) * 4)
+        for n, other in enumerate(others):
+            mine = o[n * 4 + 2 * h], o[n * 4 + 2 * h + 1]
+            words = [a * e0 + b * e1 for a, b in zip(mine, other, strict=True)]
+            sync.st_words(sums + n * 32, [sync.as_bits(w) for w in words])
         publish_stats(k, head, top, den[h] * e0 + den1 * e1, to)
 
 
@@ -423,9 +396,12 @@ def merge_row(k: cutlass.Constexpr, head: Int32, cur: Int64):
     sums_at = base + Int64((k.lane >> 4) * c.part_bytes + (head * 64 + dim) * 4)
     split = cutlass.min(k.lane, c.splits - 1)
     stats_at = base + Int64(split * c.part_bytes + c.group_heads * 256 + head * 8)
+    missing = sync.any_lane_empty(ask_merge(k, u, sums_at, stats_at))
     tries, since = Int32(0), Int64(0)
-    while sync.any_lane_empty(ask_merge(k, u, sums_at, stats_at)) != 0:
-        tries, since = sync.overdue(tries, since)
+    if cutlass.const_expr(c.handoff == "words"):
+        while missing != 0:
+            missing = sync.any_lane_empty(ask_merge(k, u, sums_at, stats_at))
+            tries, since = sync.overdue(tries, since)
     stamp(k, 5)
     sync.consumer_sync(c.warps * 32)  # the tail is done
     stamp(k, 6)

@@ -87,6 +87,44 @@ class Gemm:
 
 
 @dataclass(frozen=True)
+class Family:
+    """Matrices whose phases may share one body of code: the same slab in the same copies; they
+    differ at run time only. (Half the code; on an H200 no faster, and a shape of many short phases
+    is slower by the branches: Config.shared_code.)"""
+
+    gemms: tuple[Gemm, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(g.name for g in self.gemms)
+
+    @property
+    def slab(self) -> int:
+        return self.gemms[0].slab
+
+    @property
+    def copies_per_unit(self) -> int:
+        return self.gemms[0].copies_per_unit
+
+    @property
+    def split(self) -> int:
+        """Of those that are split (they are split alike), else 1."""
+        return max(g.split for g in self.gemms)
+
+    @property
+    def split_names(self) -> tuple[str, ...]:
+        return tuple(g.name for g in self.gemms if g.split > 1)
+
+    @property
+    def whole_names(self) -> tuple[str, ...]:
+        return tuple(g.name for g in self.gemms if g.split == 1)
+
+    @property
+    def passes(self) -> int:
+        return max(g.passes for g in self.gemms)
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that changes the machine code of one step kernel. Bad choices raise ValueError.
 
@@ -94,7 +132,7 @@ class Config:
     split / down_split: CTAs that share the K of a tile, in all other matrices / in `down`; they
     form a team. exchange: how a team adds its partial sums, "cluster" (DSMEM; a team is a cluster)
     or "global" (words as flags in device memory; `down` only).
-    passes: slabs of `down` per CTA. inflight, hungry: see ring.py. probe: poll one vector per lane
+    passes: slabs of `down` per CTA. inflight, hungry, l2_copies, l2_pace_ns: see ring.py. probe: poll one vector per lane
     before asking for all, where there are more than `ask_at_once`. attention: tree attention between qkv and o, in `splits` parts of the
     context (without it: a GEMM skeleton); tail: False leaves the key-by-key part out, wrong on
     purpose, to see what it costs.
@@ -113,6 +151,8 @@ class Config:
     stages: int = 13
     inflight: int = 2
     hungry: int = 4
+    l2_copies: int = 0
+    l2_pace_ns: int = 300
     probe: bool = True
     ask_at_once: int = 1
     red_buffers: int = 1
@@ -123,6 +163,7 @@ class Config:
     splits: int = 16
     tail: bool = True
     handoff: str = "words"  # or "counter": one grid barrier a phase; "none": wrong on purpose
+    shared_code: bool = False  # one body of code per Family, not per matrix
     phase: str = ""  # one phase as a kernel of its own, for graph baselines
     arch: str = "sm_90a"
     gemms: tuple = field(init=False, default=())
@@ -245,6 +286,15 @@ class Config:
         wants whole warpgroups."""
         warps = self.warps + (1 if self.phase else 2)
         return (-(-warps // 4) * 4 if self.setmaxnreg else warps) * 32
+
+    @property
+    def families(self) -> list[Family]:
+        groups: dict[tuple[int, int], list[Gemm]] = {}
+        for g in self.gemms:
+            if self.phase in ("", g.name):
+                key = (g.slab, g.copies_per_unit) if self.shared_code else (g.index, 0)
+                groups.setdefault(key, []).append(g)
+        return [Family(tuple(v)) for v in groups.values()]
 
     def gemm(self, name: str) -> Gemm:
         return self.gemms[KINDS.index(name)]

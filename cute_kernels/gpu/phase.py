@@ -7,10 +7,10 @@ the data. Nothing is polled; the residual lives in device memory.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_kernels.gpu import gemm, sync
-from cute_kernels.gpu.config import Config
+from cute_kernels.gpu.config import KINDS, Config
 from cute_kernels.gpu.gemm import Core, plan_entry, run_phase
 from cute_kernels.gpu.ring import produce
 from cute_kernels.gpu.step import (
@@ -31,7 +31,10 @@ def produce_phase(
     )
     _, _, copies, n_bytes = plan_entry(k, phase)
     zero = Int32(0)
-    produce(k.ring, k.c, stream + first, copies, n_bytes, zero, zero, zero, zero, zero)
+    produce(
+        k.ring, k.c, stream + first, copies, n_bytes, zero, zero, zero, zero, zero, zero,
+        Boolean(False),
+    )  # fmt: skip
 
 
 @cute.jit
@@ -45,7 +48,10 @@ def consume_phase(
         load_residual(k, residual, Int32(1))
         sync.consumer_sync(c.warps * 32)
     zero = Int32(0)
-    run_phase(k, c.phase, phase, src, dst, Int64(0), zero, zero, zero, zero, zero, zero)
+    kind = Int32(KINDS.index(c.phase))
+    run_phase(
+        k, c.families[0], kind, phase, src, dst, Int64(0), zero, zero, zero, zero, zero, zero
+    )
     if cutlass.const_expr(keeps):
         sync.consumer_sync(c.warps * 32)
         store_residual(k, residual, Int32(1))

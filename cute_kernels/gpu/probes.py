@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.gemm import ptx_read
 from cute_kernels.gpu.ring import Ring, advance, fetch, init_ring
 
 GMEM = cute.AddressSpace.gmem

@@ -98,6 +98,33 @@ def issue(
 
 
 @cute.jit
+def look_ahead(
+    ring: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    at: Int64,
+    n_bytes: Int32,
+    stage: Int32,
+    parity: Int32,
+    ahead: Int32,
+):
+    """While the ring is full the memory would idle: fetch the next copies into L2 meanwhile, up to
+    `l2_copies` of them and paced, so that the queue stays short. Returns how far it has got."""
+    waiting = ahead < c.l2_copies
+    while waiting:
+        if sync.test_parity(ring.empty + stage * 8, parity ^ 1) == 0:
+            lane, _, _ = cute.arch.thread_idx()
+            line = at + Int64(ahead) * Int64(n_bytes) + Int64((lane & 31) * 128)
+            for i in cutlass.range_constexpr(ring.stage_bytes // 4096):
+                sync.ptx_do("prefetch.global.L2 [{$r0}];", line + 4096 * i)
+            ahead = ahead + 1
+            sync.ptx_do("nanosleep.u32 {$r0};", Int32(c.l2_pace_ns))
+            waiting = ahead < c.l2_copies
+        else:
+            waiting = cutlass.Boolean(False)
+    return ahead
+
+
+@cute.jit
 def produce(
     ring: cutlass.Constexpr,
     c: cutlass.Constexpr,
@@ -109,11 +136,18 @@ def produce(
     issued: Int32,
     landed: Int32,
     landed_parity: Int32,
+    ahead: Int32,
+    may_look: cutlass.Boolean,
 ):
-    """`copies` copies of n_bytes each from `at` on. Returns the end and the state."""
-    for i in cutlass.range(copies, unroll=1):
+    """`copies` copies of n_bytes each from `at` on. may_look: the stream goes on far enough behind
+    them for `look_ahead`. Returns the end and the state."""
+    for _ in cutlass.range(copies, unroll=1):
+        if cutlass.const_expr(c.l2_copies > 0):
+            if may_look:
+                ahead = look_ahead(ring, c, at, n_bytes, stage, parity, ahead)
+            ahead = cutlass.max(ahead - 1, 0)
         stage, parity, issued, landed, landed_parity = issue(
             ring, c, at, n_bytes, stage, parity, issued, landed, landed_parity
         )
         at = at + Int64(n_bytes)
-    return at, stage, parity, issued, landed, landed_parity
+    return at, stage, parity, issued, landed, landed_parity, ahead

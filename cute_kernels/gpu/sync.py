@@ -24,7 +24,6 @@ thing would otherwise hold the device for ever.
 
 import enum
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx

@@ -55,14 +55,58 @@ VARIANTS["smol-1k"] = smol(
     ctas=132, attention=True, splits=32, stage_bytes=16384, stages=11
 )
 CONTEXTS["smol-1k"] = 1024
+VARIANTS["llama-128-shared"] = llama(ctas=128, shared_code=True)
+VARIANTS["smol-132-shared"] = smol(ctas=132, shared_code=True)
+VARIANTS["llama-1k-shared"] = dataclasses.replace(ATTENTION, shared_code=True)
+CONTEXTS["llama-1k-shared"] = 1024
 VARIANTS["llama-1k-plain"] = dataclasses.replace(ATTENTION, setmaxnreg=False)
 VARIANTS["llama-1k-i3"] = dataclasses.replace(ATTENTION, inflight=3, hungry=5)
 VARIANTS["llama-1k-t"] = dataclasses.replace(ATTENTION, timing=True)
 VARIANTS["smol-1k-t"] = dataclasses.replace(VARIANTS["smol-1k"], timing=True)
 CONTEXTS |= {"llama-1k-t": 1024, "smol-1k-t": 1024}
+VARIANTS["llama-1k-h6"] = dataclasses.replace(ATTENTION, hungry=6)
+VARIANTS["llama-1k-h8"] = dataclasses.replace(ATTENTION, hungry=8, inflight=2)
+CONTEXTS |= {"llama-1k-h6": 1024, "llama-1k-h8": 1024}
+for _n in (4, 8, 16):
+    VARIANTS[f"llama-1k-ahead{_n}"] = dataclasses.replace(ATTENTION, l2_copies=_n)
+    CONTEXTS[f"llama-1k-ahead{_n}"] = 1024
+VARIANTS["llama-128-ahead8"] = llama(ctas=128, l2_copies=8)
 CONTEXTS |= {"llama-1k-plain": 1024, "llama-1k-i3": 1024}
 for _n in (3, 6):
     VARIANTS[f"smol-132-once{_n}"] = smol(ctas=132, ask_at_once=_n)
+
+# more rows
+def _rows(n: int, stages: int = 21, **changes) -> Config:
+    """As many stages of the ring as fit, `stages` at most."""
+    while True:
+        try:
+            return llama(rows=n, stages=stages, **changes)
+        except ValueError as e:
+            if "fewer stages" not in str(e):
+                raise
+            stages -= 1
+
+
+PAIRS = {"exchange": "cluster", "down_split": 2, "split": 2}
+QUADS = {"exchange": "cluster", "down_split": 4, "split": 4, "ctas": 120}
+VARIANTS |= {
+    "rows32-whole": _rows(32, setmaxnreg=True, ctas=128),
+    "rows32-whole-rw2": _rows(32, setmaxnreg=True, row_warps=2, ctas=128),
+    "rows32-pairs": _rows(32, passes=4, **PAIRS),
+    "rows32-quads": _rows(32, passes=4, stage_bytes=8192, row_warps=2,
+                          inflight=3, hungry=8, **QUADS),
+    "rows64-pairs": _rows(64, passes=4, row_warps=2, setmaxnreg=True, **PAIRS),
+    "rows64-pairs-rw4": _rows(64, passes=4, row_warps=4, setmaxnreg=True, **PAIRS),
+    "rows64-quads": _rows(64, passes=4, stage_bytes=8192, row_warps=2,
+                          inflight=3, hungry=8, **QUADS),
+    "rows64-quads-free": _rows(64, passes=4, stage_bytes=8192, row_warps=2,
+                               inflight=0, **QUADS),
+    "rows64-pairs-defer": _rows(64, passes=4, row_warps=2, setmaxnreg=True, inbox_slots=4, **PAIRS),
+    "rows64-pairs-none": _rows(64, passes=4, row_warps=2, setmaxnreg=True, handoff="none", **PAIRS),
+    "rows32-pairs-defer": _rows(32, passes=4, inbox_slots=4, setmaxnreg=True, **PAIRS),
+    "rows128-quads": _rows(128, passes=4, stage_bytes=8192, row_warps=4,
+                           setmaxnreg=True, inflight=3, hungry=6, **QUADS),
+}  # fmt: skip
 
 # graphs of phase kernels: (configuration, CTAs of one kernel that fit an SM, by phase)
 ALL, PAIR = ("qkv", "o", "gu", "down", "lm"), {"exchange": "cluster", "down_split": 2}
