@@ -162,7 +162,8 @@ class Config:
     attention: bool = False
     splits: int = 16
     tail: bool = True
-    handoff: str = "words"  # or "counter": one grid barrier a phase; "none": wrong on purpose
+    handoff: str = "words"  # or "none": nobody waits, wrong on purpose
+    dry: bool = False  # no copies into the ring: wrong on purpose, the consumers alone
     shared_code: bool = False  # one body of code per Family, not per matrix
     phase: str = ""  # one phase as a kernel of its own, for graph baselines
     arch: str = "sm_90a"
@@ -323,8 +324,8 @@ class Config:
 
     @property
     def part_bytes(self) -> int:
-        """A split's words for one row and kv head: 64 sums, maximum and denominator per head."""
-        return -(-self.group_heads * 66 * 4 // 16) * 16
+        """A split's words for one row and kv head: per head 64 bf16 sums, maximum and denominator."""
+        return -(-self.group_heads * (128 + 8) // 16) * 16
 
     @property
     def acc_groups(self) -> int:

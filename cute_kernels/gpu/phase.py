@@ -83,9 +83,13 @@ def make_phase(c: Config, blocks_per_sm: int = 1):
         sync.let_dependents_start()
         init_barriers(k)
         if k.wid >= c.warps:
+            if cutlass.const_expr(c.setmaxnreg):
+                cute.arch.setmaxregister_decrease(40)
             if k.wid == c.warps:
                 produce_phase(k, stream, offsets, bid * phases + phase, phase)
         else:
+            if cutlass.const_expr(c.setmaxnreg):
+                cute.arch.setmaxregister_increase(232)
             consume_phase(k, src, dst, residual, phase)
         if cutlass.const_expr(c.cluster > 1):
             sync.cluster_sync()

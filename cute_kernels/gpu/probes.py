@@ -101,7 +101,7 @@ def make_barrier(ctas: int, threads: int = 128):
     return launch, [Int64(0)] * 3 + [Int32(0)] * 2, _geometry(ctas, threads)
 
 
-RACE_WARPS, RACE_STAGES, RACE_VECTORS, RACE_LOADS = 8, 3, 4, 12
+RACE_WARPS, RACE_STAGES, RACE_VECTORS, RACE_LOADS = 8, 1, 4, 32
 
 
 def make_ring_race(ctas: int, dependent: bool):
