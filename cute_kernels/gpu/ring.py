@@ -1,4 +1,4 @@
-"""The weight stream: bulk copies from one contiguous stream per CTA through a ring in shared memory.
+"""The weight stream: bulk copies from a contiguous stream per CTA through a shared-memory ring.
 
 One producer warp issues copies as stages free up and knows nothing of hand-offs, so it runs ahead
 across them. Consumer warps take stages in order and give each back with `release_after`.

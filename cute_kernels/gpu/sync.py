@@ -113,9 +113,9 @@ def st_word(addr, value):
 def st_words(addr, values):
     """2 or 4 words in one store; each is a flag of its own."""
     n = len(values)
-    names = ",".join("{$r%d}" % (i + 1) for i in range(n))
-    hint = "{$r%d}" % (n + 1)
-    code = "st.relaxed.gpu.global.L2::cache_hint.v%d.b32 [{$r0}], {%s}, %s;" % (n, names, hint)
+    names = ",".join(f"{{$r{i + 1}}}" for i in range(n))
+    kind = f"st.relaxed.gpu.global.L2::cache_hint.v{n}.b32 "
+    code = kind + "[{$r0}], {" + names + "}, {$r" + str(n + 1) + "};"
     ptx_do(code, addr, *values, Uint64(KEEP))
 
 

@@ -5,12 +5,8 @@ import dataclasses
 from cute_kernels.gpu.config import LLAMA_1B, SMOLLM2, Config
 
 LLAMA = Config(LLAMA_1B)
-SMOL = Config(
-    SMOLLM2, ctas=72, warps=6, down_split=1, stage_bytes=9216, stages=20, red_buffers=2
-)
-ATTENTION = Config(
-    LLAMA_1B, ctas=128, attention=True, stages=12, setmaxnreg=True, ask_at_once=5
-)
+SMOL = Config(SMOLLM2, ctas=72, warps=6, down_split=1, stage_bytes=9216, stages=20, red_buffers=2)
+ATTENTION = Config(LLAMA_1B, ctas=128, attention=True, stages=12, setmaxnreg=True, ask_at_once=5)
 PAIRS = {"exchange": "cluster", "down_split": 2}
 QUADS = {"exchange": "cluster", "down_split": 4, "ctas": 120}
 
@@ -58,7 +54,6 @@ VARIANTS: dict[str, Config] = {
     "llama-128-shared": llama(shared_code=True),
     "llama-128-s11": llama(stages=11),
     "llama-128-ahead8": llama(l2_copies=8),
-    "llama-128-none": llama(handoff="none"),
     "llama-128-dry": llama(dry=True),
     # with attention
     "llama-1k": ATTENTION,

@@ -5,9 +5,8 @@ The tests of faults fail when a DSL upgrade removes one: then read sync.py and d
 
 import re
 
-import pytest
-
 import cutlass.cute as cute
+import pytest
 from cutlass import Int64
 
 from cute_kernels.gpu import build, probes

@@ -91,11 +91,9 @@ def test_what_does_not_fit_is_refused(changes, says):
 def test_attention_refuses_other_rows():
     with pytest.raises(ValueError, match="16 with attention"):
         dataclasses.replace(ATTENTION, rows=8)
+    shape = dataclasses.replace(SMOLLM2, head_dim=128)
     with pytest.raises(ValueError, match="head_dim is 128"):
-        shape = dataclasses.replace(SMOLLM2, head_dim=128)
-        Config(
-            shape, ctas=128, warps=6, down_split=1, stage_bytes=16384, stages=4, attention=True
-        )
+        Config(shape, ctas=128, warps=6, down_split=1, stage_bytes=16384, stages=4, attention=True)
 
 
 def test_package_imports_without_cutlass():

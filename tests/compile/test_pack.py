@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from cute_kernels.gpu import pack
-from cute_kernels.gpu.config import KINDS, Buffers, make_plan, step_bytes, tile_stride
+from cute_kernels.gpu.config import KINDS
+from cute_kernels.gpu.tiles import Buffers, make_plan, step_bytes, tile_stride
 from experiments.handoffs.variants import VARIANTS
 
 CONFIGS = {n: VARIANTS[n] for n in ("llama", "llama-c2", "llama-c4", "smol-132", "rows64-pairs")}
