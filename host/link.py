@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 
@@ -30,6 +29,8 @@ from host.ring import (
     wait_take,
     write_word,
 )
+from host.sink import Device, Nobody, Sink
+from host.watch import Watch
 from host.wire import (
     BLOCK_BYTES,
     Command,
@@ -42,36 +43,6 @@ from host.wire import (
 )
 
 _POLL_US = 20_000
-_LARGEST_STEP_S = 0.05
-
-
-class Sink(Protocol):
-    """Where one request's completions go. Called by the poller; must not block.
-
-    `request_id` is set before the request is pushed, so before any call.
-    """
-
-    request_id: int
-
-    def on_pairs(
-        self, ids: list[int], logprobs: list[float], accepted: int, step: int, stamp_ns: int
-    ) -> None: ...
-
-    def on_end(self, reason: FinishReason, details: list[int], stamp_ns: int) -> None: ...
-
-    def on_lost(self, error: DeviceError) -> None: ...
-
-
-class Device(Protocol):
-    """What the link needs of a device object."""
-
-    operations: tuple[str, ...]
-    workers: int
-    crash: BaseException | None
-
-    def launch(self) -> None: ...
-
-    def close(self, timeout_s: float = 5.0) -> bool: ...
 
 
 class Link:
@@ -399,7 +370,7 @@ class Link:
 
     def _poll_until_closed(self) -> None:
         staging = make_staging(256)
-        watch = _Watch(self.deadline_s)
+        watch = Watch(self.deadline_s)
         while True:
             with self._changed:
                 while not self._closed and (
@@ -463,7 +434,7 @@ class Link:
     def _drop_sink(self, request_id: int, error: Exception) -> None:
         """One request's reader failed: it alone ends with an error; the engine goes on."""
         sink, first, blocks = self._inflight[request_id]
-        self._inflight[request_id] = (_Nobody(), first, blocks)
+        self._inflight[request_id] = (Nobody(), first, blocks)
         sink.on_lost(DeviceError(f"the request's reader failed: {error!r}"))
         self.abort(request_id)
 
@@ -504,45 +475,3 @@ class Link:
             answered.set()
         self._pings.clear()
         self._changed.notify_all()
-
-
-class _Nobody:
-    """The sink of a request whose own sink has failed."""
-
-    request_id = -1
-
-    def on_pairs(
-        self, ids: list[int], logprobs: list[float], accepted: int, step: int, stamp_ns: int
-    ) -> None: ...
-
-    def on_end(self, reason: FinishReason, details: list[int], stamp_ns: int) -> None: ...
-
-    def on_lost(self, error: DeviceError) -> None: ...
-
-
-class _Watch:
-    """Notices a device that shows no sign of life while it should be running: neither its heartbeat
-    nor any worker's phase word moves. A long step alone is no hang.
-
-    Only time in which the poller itself ran counts: when the whole process has been stopped, the
-    clock has moved on and nobody hangs.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self._beat: object = None
-        self._still_s = 0.0
-        self._last = time.monotonic()
-
-    def look(self, control: np.ndarray, where: object) -> DeviceHung | None:
-        now = time.monotonic()
-        step, self._last = min(now - self._last, _LARGEST_STEP_S), now
-        beat = (int(read_word(control, Word.HEARTBEAT)), control[Word.PHASE :: 8].tobytes())
-        if beat != self._beat or read_word(control, Word.STATE) != State.RUNNING:
-            self._beat, self._still_s = beat, 0.0
-            return None
-        self._still_s += step
-        if self._still_s < self.deadline_s:
-            return None
-        assert callable(where)
-        return DeviceHung(f"the device showed no sign of life for {self.deadline_s:g} s: {where()}")
