@@ -13,6 +13,7 @@ from tiny_model import greedy, prompt, tiny_engine
 from cute_kernels.cpu.loop import _try_park
 from cute_kernels.cpu.slots import make_sched
 from host.ring import push_abort, push_request
+from host.watch import Watch
 from host.wire import RequestKind, State, Word, make_wire
 from megadecode import DeviceError, DeviceHung, SamplingParams
 
@@ -68,7 +69,9 @@ def test_a_failing_reader_ends_its_own_request_only():
                 raise RuntimeError("no room on the disk")
 
             bad.on_pairs = fail
-        with pytest.raises(DeviceError, match="the request's reader failed: .*no room on the disk"):
+        with pytest.raises(
+            DeviceError, match=r"the request's reader failed: .*no room on the disk"
+        ):
             bad.result(10)
         assert good.result(10).token_ids == want
         assert greedy(engine, prompt(8), 60)[0] == want
@@ -164,11 +167,27 @@ def test_parking_a_faulted_device_is_refused():
             pytest.fail("the body of parked() ran on a faulted device")
 
 
-def test_a_long_step_is_no_hang():
-    """A step that outlasts the deadline goes on as long as its phases move."""
-    with tiny_engine(ctx=4096, slots=1, workers=1, chunk_rows=4096, deadline_s=0.02) as engine:
-        engine._link.deadline_s = 0.02
-        assert len(greedy(engine, prompt(3000), 3)[0]) == 3
+def test_the_watchdog_counts_moving_phases_as_life_and_a_stopped_process_as_none(monkeypatch):
+    wire = make_wire(slots=1, workers=2, ctx=64, max_inflight=2, completion_entries=64)
+    now = [0.0]
+    monkeypatch.setattr("host.watch.time.monotonic", lambda: now[0])
+    watch = Watch(1.0)
+
+    def look(after_s):
+        now[0] += after_s
+        return watch.look(wire.control, lambda: "in the test")
+
+    assert look(0) is None
+    for step in range(100):  # one long step: the heartbeat stands still, a worker's phase moves
+        wire.control[Word.PHASE + 8] = step
+        assert look(0.04) is None
+    assert look(3600) is None, "the process was stopped: nobody saw that hour pass"
+    for _ in range(18):
+        assert look(0.05) is None
+    found = look(0.1) or look(0.1)
+    assert str(found) == "the device showed no sign of life for 1 s: in the test"
+    wire.control[Word.STATE] = State.PARKED
+    assert look(0.05) is None
 
 
 def test_two_engines_side_by_side():

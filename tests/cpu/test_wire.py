@@ -46,7 +46,7 @@ def emit_one(wire, sched, request_id, token, logprob):
 
 def sched_for(wire, first_sequence=0):
     return make_sched(
-        slots=2, ctx=64, pages=4, max_inflight=len(wire.abort), first_sequence=first_sequence
+        slots=2, ctx=64, pages=4, max_inflight=len(wire.abort) // 2, first_sequence=first_sequence
     )
 
 
