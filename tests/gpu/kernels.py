@@ -1,6 +1,8 @@
 """The kernels of the GPU tests:  python -m tests.gpu.kernels DIR   builds them on any machine.
 
-Then, where the GPU is:  MEGADECODE_CUBINS=DIR python -m pytest tests/gpu
+Then, where the GPU is:
+
+    MEGADECODE_CUBINS=DIR python -m pytest --confcutdir=tests/gpu tests/gpu
 """
 
 import dataclasses
