@@ -8,9 +8,9 @@ from a GGUF lacks this model's digit split. Checks that run beside it: with the 
 back, transformers' tokenizer gives our ids on every text, and its chat rendering gives ours; our
 torch reference gives the same tokens wherever the gap is at least GAP, and logits within LOGITS.
 
-Fields: `prompts` {name, ids, tokens, gaps, ended}: the prompt, the new tokens (a stop token
-included), the distance in logits between best and second best at each step, whether it stopped by
-itself; `tokenizer` {text, ids}; `tokenizer_differences` {text, ours, transformers}; `checks`, what
+Fields: `prompts` {name, ids, tokens, gaps, stop_at}: the prompt, MAX_NEW new tokens (decoding goes
+on past a stop token, so that every prompt gives as many steps), the distance in logits between best
+and second best at each step, the index of the first stop token or null; `tokenizer` {text, ids}; `tokenizer_differences` {text, ours, transformers}; `checks`, what
 the comparison with the reference found; `versions`.
 """
 
@@ -61,7 +61,7 @@ def main() -> None:
     for prompt in asked["prompts"]:
         begin = time.perf_counter()
         ids = prompt_ids(tokenizer, prompt)
-        tokens, gaps, logits = greedy(model, ids, ours.config.stop_ids)
+        tokens, gaps, logits = greedy(model, ids)
         difference, differing_gap = compare_reference(reference, ids, tokens, gaps, logits)
         worst_logit, worst_gap = max(worst_logit, difference), max(worst_gap, differing_gap)
         prompts.append(
@@ -70,7 +70,9 @@ def main() -> None:
                 "ids": ids,
                 "tokens": tokens,
                 "gaps": [float(f"{gap:.6g}") for gap in gaps],
-                "ended": tokens[-1] in ours.config.stop_ids,
+                "stop_at": next(
+                    (i for i, t in enumerate(tokens) if t in ours.config.stop_ids), None
+                ),
             }
         )
         print(
@@ -108,15 +110,13 @@ def main() -> None:
 
 
 @torch.inference_mode()
-def greedy(
-    model: Any, ids: list[int], stop_ids: tuple[int, ...]
-) -> tuple[list[int], list[float], torch.Tensor]:
-    """New tokens, gap per step and the logits [steps, vocab] they were read from."""
+def greedy(model: Any, ids: list[int]) -> tuple[list[int], list[float], torch.Tensor]:
+    """MAX_NEW tokens, gap per step and the logits [steps, vocab] they were read from."""
     tokens: list[int] = []
     kept = []
     cache = transformers.DynamicCache()
     rows = torch.tensor([ids])
-    while len(tokens) < MAX_NEW and (not tokens or tokens[-1] not in stop_ids):
+    while len(tokens) < MAX_NEW:
         out = model(rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
         kept.append(out.logits[0, -1])
         tokens.append(int((kept[-1] == kept[-1].max()).nonzero()[0]))

@@ -18,7 +18,7 @@ import numpy as np
 
 from cute_kernels.cpu.simd import LANES, PAIR, advance, pair_gemm, pointer
 from cute_kernels.cpu.state import MAX_DEPTH, PAGE, root_position
-from cute_kernels.cpu.vecmath import exp, softmax_step
+from cute_kernels.cpu.vecmath import merge_parts, softmax_page, softmax_step
 from host.atomics import fetch_add
 from host.jit import jit
 
@@ -134,7 +134,6 @@ def _attend_split(dims, kv, batch, acts, layer, worker, item, split):
                 pointer(acts.q, (head * acts.q.shape[1] + (first + row) * group) * size),
                 advance(scores, row * group * PAGE), advance(sums, row * group * size),
                 advance(states, row * group * 2), (end - row) * group,
-                scratch[sums_at + row * group * size : states_at],
             )  # fmt: skip
             row = end
 
@@ -142,18 +141,16 @@ def _attend_split(dims, kv, batch, acts, layer, worker, item, split):
         if first_tail_key(batch.position[first + row]) <= split * SPLIT_BLOCKS * PAGE:
             continue
         part = (batch.part[first + row, 0] + batch.item[item, 4]) * group
-        for g in range(group):
-            at = row * group + g
-            _merge_part(
-                acts.part_ml[head, part + g], acts.part_o[head, part + g],
-                scratch[states_at + 2 * at : states_at + 2 * at + 2],
-                scratch[sums_at + at * size : sums_at + (at + 1) * size],
-                split == batch.item[item, 4],
-            )  # fmt: skip
+        place = head * acts.part_o.shape[1] + part
+        merge_parts(
+            pointer(acts.part_ml, place * 2), pointer(acts.part_o, place * size),
+            advance(states, row * group * 2), advance(sums, row * group * size), group, size,
+            split == batch.item[item, 4],
+        )  # fmt: skip
 
 
 @jit
-def _attend_block(dims, kv, layer, head, page, after, q, scores, sums, states, rows, sums_view):
+def _attend_block(dims, kv, layer, head, page, after, q, scores, sums, states, rows):
     """One page for `rows` product rows: scores, running softmax, weighted values."""
     size = dims.head_dim
     where = (layer * kv.k.shape[1] + page) * dims.kv_heads + head
@@ -165,11 +162,7 @@ def _attend_block(dims, kv, layer, head, page, after, q, scores, sums, states, r
             q, size, rows, keys, LANES, size * LANES, advance(scores, pair * PAIR), PAGE, size,
             False, coming, True,
         )  # fmt: skip
-    for i in range(rows):
-        factor = softmax_step(advance(scores, i * PAGE), PAGE, advance(states, 2 * i))
-        if factor != np.float32(1.0):
-            for d in range(i * size, (i + 1) * size):
-                sums_view[d] *= factor
+    softmax_page(scores, rows, states, sums, size)
     for pair in range(size // PAIR):
         values = pointer(kv.v, where * PAGE * size + pair * PAIR)
         coming = pointer(kv.v, (ahead * size + pair * PAIR) * PAGE)
@@ -177,23 +170,6 @@ def _attend_block(dims, kv, layer, head, page, after, q, scores, sums, states, r
             scores, PAGE, rows, values, size, LANES, advance(sums, pair * PAIR), size, PAGE,
             True, coming, True,
         )  # fmt: skip
-
-
-@jit
-def _merge_part(total_state, total, state, values, is_first):
-    """Add a part (maximum, sum, weighted values) to a total; the first one is taken as it is."""
-    if is_first:
-        total_state[0] = state[0]
-        total_state[1] = state[1]
-        for d in range(total.size):
-            total[d] = values[d]
-        return
-    top = max(total_state[0], state[0])
-    old, new = exp(total_state[0] - top), exp(state[0] - top)
-    total_state[0] = top
-    total_state[1] = total_state[1] * old + state[1] * new
-    for d in range(total.size):
-        total[d] = total[d] * old + values[d] * new
 
 
 @jit
@@ -316,17 +292,18 @@ def _finish_row(dims, kv, batch, acts, layer, worker, row, head):
             rest = advance(scores, joined)
             pair_gemm(rest, width, group, v, size, LANES, out, size, scattered, True, v, False)
 
-    for g in range(group):
-        state = scratch[states_at + 2 * (group + g) : states_at + 2 * (group + g) + 2]
-        total = scratch[total_at + g * size : total_at + (g + 1) * size]
-        count = batch.part[row, 1]
-        for i in range(count):
-            part = (batch.part[row, 0] + i) * group + g
-            _merge_part(state, total, acts.part_ml[head, part], acts.part_o[head, part], i == 0)
-        _merge_part(
-            state, total, scratch[states_at + 2 * g : states_at + 2 * g + 2],
-            scratch[tail_at + g * size : tail_at + (g + 1) * size], count == 0,
+    totals, total = pointer(acts.scratch, base + states_at + 2 * group), base + total_at
+    count = batch.part[row, 1]
+    for i in range(count):
+        place = head * acts.part_o.shape[1] + (batch.part[row, 0] + i) * group
+        merge_parts(
+            totals, pointer(acts.scratch, total), pointer(acts.part_ml, place * 2),
+            pointer(acts.part_o, place * size), group, size, i == 0,
         )  # fmt: skip
+    states = pointer(acts.scratch, base + states_at)
+    merge_parts(totals, pointer(acts.scratch, total), states, tail, group, size, count == 0)
+    for g in range(group):
         out = (head * group + g) * size
         for d in range(size):
-            acts.attn[row, out + d] = total[d] / state[1]
+            value = scratch[total_at + g * size + d]
+            acts.attn[row, out + d] = value / scratch[states_at + 2 * (group + g) + 1]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from host.jit import jit
@@ -32,11 +32,21 @@ VEC = ir.VectorType(F32, LANES)
 # Few rows need several steps in flight. With many, LLVM would gather the loads of all unrolled
 # steps first and spill; there one step is long enough to hide the loop.
 _UNROLL, _UNROLLED_ROWS = 4, 4
-_WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
+def _has_avx512() -> bool:
+    """Whether numba compiles for AVX-512 here."""
+    chosen = config.CPU_FEATURES  # set by the user; otherwise the host's
+    if chosen is not None:
+        return "+avx512f" in chosen
+    return bool(llvm.get_host_cpu_features().get("avx512f"))
+
+
 # AVX-512: 32 registers hold 24 accumulators. AVX2 (16 registers of half a vector) and NEON (32 of a
 # quarter) hold 6 rows of one tile, so there a pair is two passes.
-ROW_TILES = (12, 8, 6, 4, 3, 2, 1) if _WIDE else (6, 4, 3, 2, 1)
-_TILES_AT_ONCE = 2 if _WIDE else 1
+WIDE_ROW_TILES, NARROW_ROW_TILES = (12, 8, 6, 4, 3, 2, 1), (6, 4, 3, 2, 1)
+ROW_TILES = WIDE_ROW_TILES if _has_avx512() else NARROW_ROW_TILES
+_TILES_AT_ONCE = 2 if ROW_TILES is WIDE_ROW_TILES else 1
 
 
 @intrinsic
@@ -117,8 +127,8 @@ def _prefetch(builder, address):
     call(builder, "llvm.prefetch.p0", void, address, read, into_l2, data)
 
 
-def _kernel(module, rows, element):
-    """The LLVM function for `rows` rows; see `pair_gemm` for the arguments."""
+def row_kernel(module, rows, element, at_once=_TILES_AT_ONCE):
+    """The LLVM function for `rows` rows, `at_once` tiles a pass; see `pair_gemm` for arguments."""
     name = f"megadecode_pair_gemm_{rows}_{element}"
     if name in module.globals:
         return module.globals[name]
@@ -136,12 +146,12 @@ def _kernel(module, rows, element):
     whole = builder.and_(depth, ir.Constant(I64, -unroll))
     x_rows = [builder.gep(x, [builder.mul(x_stride, ir.Constant(I64, r))]) for r in range(rows)]
     element_bytes = 4 if element == F32 else 2
-    lines_a_step = max(1, _TILES_AT_ONCE * LANES * element_bytes * unroll // 64)
+    lines_a_step = max(1, at_once * LANES * element_bytes * unroll // 64)
 
-    for first in range(0, 2, _TILES_AT_ONCE):
+    for first in range(0, 2, at_once):
         tiles = [
             builder.gep(w, [builder.mul(w_tile, ir.Constant(I64, first + t))])
-            for t in range(_TILES_AT_ONCE)
+            for t in range(at_once)
         ]
         outs = [
             builder.gep(
@@ -154,7 +164,7 @@ def _kernel(module, rows, element):
                 ],
             )
             for r in range(rows)
-            for t in range(_TILES_AT_ONCE)
+            for t in range(at_once)
         ]
         zero = ir.Constant(VEC, [0.0] * LANES)
         sums = [builder.select(keep, load_vector(builder, at), zero) for at in outs]
@@ -240,7 +250,7 @@ def _row_tile(
             block = builder.append_basic_block(f"rows{tile}")
             switch.add_case(ir.Constant(I64, tile), block)
             builder.position_at_end(block)
-            builder.call(_kernel(builder.module, tile, element), values)
+            builder.call(row_kernel(builder.module, tile, element), values)
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()

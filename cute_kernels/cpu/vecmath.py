@@ -28,15 +28,18 @@ from cute_kernels.cpu.simd import (
     splat,
     store_vector,
 )
+from cute_kernels.cpu.state import PAGE
 from host.jit import jit
 
 _INT_VEC = ir.VectorType(I32, LANES)
-_LOWEST, _HIGHEST = -87.3365402, 88.7228317
-"""Below the first, exp is 0 (its results would be subnormal); above the second, infinite."""
+_LOWEST, _HIGHEST = -87.3365402, 88.3762589
+"""Below the first, exp is 0 (its results would be subnormal); above the second, where 2**n would
+no longer be a float32, infinite."""
 
 _LOG2_E = float(np.float32(math.log2(math.e)))
 _LN2_HIGH = float(np.float32(math.log(2)))
 _LN2_LOW = float(np.float32(math.log(2) - _LN2_HIGH))
+_ONE = 0x3F800000  # the bits of 1.0
 _ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, left in the low mantissa bits
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 
@@ -47,11 +50,13 @@ def _like(value, number):
     return ir.Constant(value.type, [number] * LANES if vector else number)
 
 
-def emit_exp(builder, x):
-    """e**x of a float32 or a vector of them, within 1 ulp; NaN stays NaN."""
-    n = fma(builder, x, _like(x, _LOG2_E), _like(x, _ROUND))
-    exponent = n
-    n = builder.fsub(n, _like(x, _ROUND))
+def emit_exp(builder, x, positive=True):
+    """e**x of a float32 or a vector of them, within 1 ulp; NaN stays NaN.
+
+    With `positive` false, x is known to be at most 0.
+    """
+    shifted = fma(builder, x, _like(x, _LOG2_E), _like(x, _ROUND))
+    n = builder.fsub(shifted, _like(x, _ROUND))
     r = fma(builder, n, _like(x, -_LN2_HIGH), x)
     r = fma(builder, n, _like(x, -_LN2_LOW), r)
     poly = _like(x, _EXP[0])
@@ -59,15 +64,15 @@ def emit_exp(builder, x):
         poly = fma(builder, poly, r, _like(x, coefficient))
     poly = fma(builder, poly, builder.fmul(r, r), r)
     poly = builder.fadd(poly, _like(x, 1.0))
-    whole = _INT_VEC if isinstance(x.type, ir.VectorType) else I32
-    bits = builder.bitcast(exponent, whole)
-    bits = builder.shl(bits, _like(bits, 23))
-    result = builder.bitcast(builder.add(builder.bitcast(poly, whole), bits), x.type)
-    result = builder.select(builder.fcmp_ordered("<", x, _like(x, _LOWEST)), _like(x, 0.0), result)
-    result = builder.select(
-        builder.fcmp_ordered(">", x, _like(x, _HIGHEST)), _like(x, math.inf), result
-    )
-    return builder.select(builder.fcmp_unordered("uno", x, x), x, result)
+    bits = builder.bitcast(shifted, _INT_VEC if isinstance(x.type, ir.VectorType) else I32)
+    bits = builder.add(builder.shl(bits, _like(bits, 23)), _like(bits, _ONE))
+    result = builder.fmul(poly, builder.bitcast(bits, x.type))
+    tiny = builder.fcmp_ordered("<", x, _like(x, _LOWEST))
+    result = builder.select(tiny, _like(x, 0.0), result)
+    if not positive:
+        return result
+    huge = builder.fcmp_ordered(">", x, _like(x, _HIGHEST))
+    return builder.select(huge, _like(x, math.inf), result)
 
 
 def _fold(builder, vector, combine):
@@ -195,18 +200,128 @@ def softmax_step(typingctx, scores, keys, state):
             at = builder.gep(scores, [k])
             inside = _below(builder, _lane_numbers(builder, k), keys)
             value = builder.fsub(load_vector(builder, at), wide)
-            value = builder.select(inside, emit_exp(builder, value), _ZEROS)
+            value = builder.select(inside, emit_exp(builder, value, positive=False), _ZEROS)
             store_vector(builder, value, at)
             return [builder.fadd(carried[0], value)]
 
         lanes = loop(builder, _ZERO, keys, LANES, [_ZEROS], exponentials)[0]
-        factor = emit_exp(builder, builder.fsub(old, new))
+        factor = emit_exp(builder, builder.fsub(old, new), positive=False)
         total = fma(builder, builder.load(total_at), factor, _fold(builder, lanes, _add))
         builder.store(new, state)
         builder.store(total, total_at)
         return factor
 
     return types.float32(scores, keys, state), codegen
+
+
+@intrinsic
+def softmax_page(typingctx, scores, rows, states, sums, size):
+    """`softmax_step` for `rows` rows of 64 scores each, which also rescales `sums[rows, size]`.
+
+    Two passes, so that rows overlap: each has long chains of dependent instructions.
+    """
+
+    def codegen(context, builder, signature, args):
+        scores, states, sums = args[0], args[2], args[3]
+        rows = context.cast(builder, args[1], signature.args[1], types.int64)
+        size = context.cast(builder, args[4], signature.args[4], types.int64)
+        vectors = PAGE // LANES
+
+        def places(builder, row):
+            first = builder.gep(scores, [builder.mul(row, ir.Constant(I64, PAGE))])
+            at = [builder.gep(first, [ir.Constant(I64, LANES * i)]) for i in range(vectors)]
+            state = builder.gep(states, [builder.mul(row, ir.Constant(I64, 2))])
+            return at, state, builder.gep(state, [ir.Constant(I64, 1)])
+
+        def rescale(builder, row, carried):
+            at, state, total_at = places(builder, row)
+            lanes = load_vector(builder, at[0])
+            for place in at[1:]:
+                lanes = _larger(builder, lanes, load_vector(builder, place))
+            old = builder.load(state)
+            new = _larger(builder, old, _fold(builder, lanes, _larger))
+            factor = emit_exp(builder, builder.fsub(old, new), positive=False)
+            builder.store(new, state)
+            builder.store(builder.fmul(builder.load(total_at), factor), total_at)
+            changed = builder.fcmp_unordered("!=", factor, ir.Constant(F32, 1.0))
+            with builder.if_then(changed):
+                wide = splat(builder, factor)
+                first = builder.gep(sums, [builder.mul(row, size)])
+
+                def multiply(builder, d, carried):
+                    place = builder.gep(first, [d])
+                    store_vector(builder, builder.fmul(load_vector(builder, place), wide), place)
+                    return []
+
+                loop(builder, _ZERO, size, LANES, [], multiply)
+            return []
+
+        def exponentials(builder, row, carried):
+            at, state, total_at = places(builder, row)
+            new = splat(builder, builder.load(state))
+            lanes = None
+            for place in at:
+                value = builder.fsub(load_vector(builder, place), new)
+                value = emit_exp(builder, value, positive=False)
+                store_vector(builder, value, place)
+                lanes = value if lanes is None else builder.fadd(lanes, value)
+            total = builder.fadd(builder.load(total_at), _fold(builder, lanes, _add))
+            builder.store(total, total_at)
+            return []
+
+        loop(builder, _ZERO, rows, 1, [], rescale)
+        loop(builder, _ZERO, rows, 1, [], exponentials)
+        return context.get_dummy_value()
+
+    return types.void(scores, rows, states, sums, size), codegen
+
+
+@intrinsic
+def merge_parts(typingctx, totals, total, states, values, rows, size, is_first):
+    """Add `rows` parts (maximum and sum in `states`, weighted `values[rows, size]`) to totals.
+
+    The totals have the same form. With `is_first` they are taken over as they are.
+    """
+
+    def codegen(context, builder, signature, args):
+        rows = context.cast(builder, args[4], signature.args[4], types.int64)
+        size = context.cast(builder, args[5], signature.args[5], types.int64)
+        first = context.cast(builder, args[6], signature.args[6], types.boolean)
+        one = ir.Constant(I64, 1)
+
+        def row(builder, r, carried):
+            twice = builder.mul(r, ir.Constant(I64, 2))
+            into, state = (builder.gep(args[i], [twice]) for i in (0, 2))
+            into_sum, state_sum = (builder.gep(at, [one]) for at in (into, state))
+            old, new = builder.load(into), builder.load(state)
+            top = builder.select(first, new, _larger(builder, old, new))
+            # A first part counts in full and what the totals held not at all, were it NaN.
+            keep = emit_exp(builder, builder.fsub(old, top), positive=False)
+            take = emit_exp(builder, builder.fsub(new, top), positive=False)
+            take = builder.select(first, ir.Constant(F32, 1.0), take)
+            builder.store(top, into)
+            none = ir.Constant(F32, 0.0)
+            held = builder.select(first, none, builder.fmul(builder.load(into_sum), keep))
+            builder.store(fma(builder, builder.load(state_sum), take, held), into_sum)
+            keeps, takes = splat(builder, keep), splat(builder, take)
+            base = builder.mul(r, size)
+            to, of = (builder.gep(args[i], [base]) for i in (1, 3))
+
+            def columns(builder, d, carried):
+                place = builder.gep(to, [d])
+                held = builder.fmul(load_vector(builder, place), keeps)
+                held = builder.select(first, _ZEROS, held)
+                value = load_vector(builder, builder.gep(of, [d]))
+                store_vector(builder, fma(builder, value, takes, held), place)
+                return []
+
+            loop(builder, _ZERO, size, LANES, [], columns)
+            return []
+
+        loop(builder, _ZERO, rows, 1, [], row)
+        return context.get_dummy_value()
+
+    return types.void(totals, total, states, values, rows, size, is_first), codegen
 
 
 @intrinsic

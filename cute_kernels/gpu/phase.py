@@ -7,10 +7,10 @@ the data. Nothing is polled; the residual lives in device memory.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_kernels.gpu import gemm, sync
-from cute_kernels.gpu.config import Config
+from cute_kernels.gpu.config import KINDS, Config
 from cute_kernels.gpu.gemm import Core, plan_entry, run_phase
 from cute_kernels.gpu.ring import produce
 from cute_kernels.gpu.step import (
@@ -23,21 +23,18 @@ from cute_kernels.gpu.step import (
 
 
 @cute.jit
-def produce_phase(
-    k: cutlass.Constexpr, stream: Int64, offsets: Int64, at: Int32, phase: Int32
-):
-    first = gemm.ptx_read(
-        "ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], offsets + Int64(at) * 8
-    )
+def produce_phase(k: cutlass.Constexpr, stream: Int64, offsets: Int64, at: Int32, phase: Int32):
+    first = gemm.ptx_read("ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], offsets + Int64(at) * 8)
     _, _, copies, n_bytes = plan_entry(k, phase)
     zero = Int32(0)
-    produce(k.ring, k.c, stream + first, copies, n_bytes, zero, zero, zero, zero, zero)
+    produce(
+        k.ring, k.c, stream + first, copies, n_bytes, zero, zero, zero, zero, zero, zero,
+        Boolean(False),
+    )  # fmt: skip
 
 
 @cute.jit
-def consume_phase(
-    k: cutlass.Constexpr, src: Int64, dst: Int64, residual: Int64, phase: Int32
-):
+def consume_phase(k: cutlass.Constexpr, src: Int64, dst: Int64, residual: Int64, phase: Int32):
     c = k.c
     keeps = c.phase in ("o", "down")
     sync.wait_for_prerequisites()
@@ -45,7 +42,8 @@ def consume_phase(
         load_residual(k, residual, Int32(1))
         sync.consumer_sync(c.warps * 32)
     zero = Int32(0)
-    run_phase(k, c.phase, phase, src, dst, Int64(0), zero, zero, zero, zero, zero, zero)
+    kind = Int32(KINDS.index(c.phase))
+    run_phase(k, c.families[0], kind, phase, src, dst, Int64(0), zero, zero, zero, zero, zero, zero)
     if cutlass.const_expr(keeps):
         sync.consumer_sync(c.warps * 32)
         store_residual(k, residual, Int32(1))
@@ -77,9 +75,13 @@ def make_phase(c: Config, blocks_per_sm: int = 1):
         sync.let_dependents_start()
         init_barriers(k)
         if k.wid >= c.warps:
+            if cutlass.const_expr(c.setmaxnreg):
+                cute.arch.setmaxregister_decrease(40)
             if k.wid == c.warps:
                 produce_phase(k, stream, offsets, bid * phases + phase, phase)
         else:
+            if cutlass.const_expr(c.setmaxnreg):
+                cute.arch.setmaxregister_increase(232)
             consume_phase(k, src, dst, residual, phase)
         if cutlass.const_expr(c.cluster > 1):
             sync.cluster_sync()

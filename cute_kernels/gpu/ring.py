@@ -1,4 +1,4 @@
-"""The weight stream: bulk copies from one contiguous stream per CTA through a ring in shared memory.
+"""The weight stream: bulk copies from a contiguous stream per CTA through a shared-memory ring.
 
 One producer warp issues copies as stages free up and knows nothing of hand-offs, so it runs ahead
 across them. Consumer warps take stages in order and give each back with `release_after`.
@@ -43,20 +43,30 @@ def advance(ring: cutlass.Constexpr, stage: Int32, parity: Int32):
 
 
 @cute.jit
-def fetch(ring: cutlass.Constexpr, at: Int64, n_bytes: Int32, stage: Int32):
+def fetch(
+    ring: cutlass.Constexpr, at: Int64, n_bytes: Int32, stage: Int32, dry: cutlass.Constexpr = False
+):
     """One elected lane copies n_bytes (a multiple of 16) into a stage. In this DSL version a bulk
-    copy does not elect a lane by itself: 32 lanes would over-complete the barrier."""
+    copy does not elect a lane by itself: 32 lanes would over-complete the barrier. dry: only say
+    so, to see what the consumers alone take."""
     with cute.arch.elect_one():
-        sync.expect(ring.full + stage * 8, n_bytes)
-        sync.ptx_do(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-            " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
-            ring.base + stage * ring.stage_bytes,
-            at,
-            n_bytes,
-            ring.full + stage * 8,
-            Uint64(EVICT_FIRST),
-        )
+        if cutlass.const_expr(dry):
+            sync.arrive(ring.full + stage * 8)
+        else:
+            copy_into(ring, at, n_bytes, stage)
+
+
+def copy_into(ring, at, n_bytes, stage):
+    sync.expect(ring.full + stage * 8, n_bytes)
+    sync.ptx_do(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+        ring.base + stage * ring.stage_bytes,
+        at,
+        n_bytes,
+        ring.full + stage * 8,
+        Uint64(EVICT_FIRST),
+    )
 
 
 @cute.jit
@@ -92,9 +102,36 @@ def issue(
                 sync.wait_parity(ring.full + landed * 8, landed_parity)
             landed, landed_parity = advance(ring, landed, landed_parity)
         issued = issued + 1
-    fetch(ring, at, n_bytes, stage)
+    fetch(ring, at, n_bytes, stage, c.dry)
     stage, parity = advance(ring, stage, parity)
     return stage, parity, issued, landed, landed_parity
+
+
+@cute.jit
+def look_ahead(
+    ring: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    at: Int64,
+    n_bytes: Int32,
+    stage: Int32,
+    parity: Int32,
+    ahead: Int32,
+):
+    """While the ring is full the memory would idle: fetch the next copies into L2 meanwhile, up to
+    `l2_copies` of them and paced, so that the queue stays short. Returns how far it has got."""
+    waiting = ahead < c.l2_copies
+    while waiting:
+        if sync.test_parity(ring.empty + stage * 8, parity ^ 1) == 0:
+            lane, _, _ = cute.arch.thread_idx()
+            line = at + Int64(ahead) * Int64(n_bytes) + Int64((lane & 31) * 128)
+            for i in cutlass.range_constexpr(ring.stage_bytes // 4096):
+                sync.ptx_do("prefetch.global.L2 [{$r0}];", line + 4096 * i)
+            ahead = ahead + 1
+            sync.ptx_do("nanosleep.u32 {$r0};", Int32(c.l2_pace_ns))
+            waiting = ahead < c.l2_copies
+        else:
+            waiting = cutlass.Boolean(False)
+    return ahead
 
 
 @cute.jit
@@ -109,11 +146,18 @@ def produce(
     issued: Int32,
     landed: Int32,
     landed_parity: Int32,
+    ahead: Int32,
+    may_look: cutlass.Boolean,
 ):
-    """`copies` copies of n_bytes each from `at` on. Returns the end and the state."""
-    for i in cutlass.range(copies, unroll=1):
+    """`copies` copies of n_bytes each from `at` on. may_look: the stream goes on far enough behind
+    them for `look_ahead`. Returns the end and the state."""
+    for _ in cutlass.range(copies, unroll=1):
+        if cutlass.const_expr(c.l2_copies > 0):
+            if may_look:
+                ahead = look_ahead(ring, c, at, n_bytes, stage, parity, ahead)
+            ahead = cutlass.max(ahead - 1, 0)
         stage, parity, issued, landed, landed_parity = issue(
             ring, c, at, n_bytes, stage, parity, issued, landed, landed_parity
         )
         at = at + Int64(n_bytes)
-    return at, stage, parity, issued, landed, landed_parity
+    return at, stage, parity, issued, landed, landed_parity, ahead

@@ -17,16 +17,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import attention, gemm, sync
-from cute_kernels.gpu.config import (
-    BLOCK_BYTES,
-    COPIES,
-    TILE,
-    Buffers,
-    Config,
-    tile_stride,
-)
+from cute_kernels.gpu.config import BLOCK_BYTES, COPIES, KINDS, TILE, Config
+from cute_kernels.gpu.epilogue import DOWN, GU, LM, O, is_any
 from cute_kernels.gpu.gemm import Core, plan_entry, run_phase
 from cute_kernels.gpu.ring import Ring, init_ring, issue, produce
+from cute_kernels.gpu.tiles import Buffers, tile_stride
 
 
 def carve(c: Config, base, k: Core):
@@ -120,7 +115,7 @@ def run_janitor(k: cutlass.Constexpr, act: Int64, bid: Int32, layers: Int32, ste
     share = -(-size // (16 * k.c.ctas)) * 16  # bytes of a copy that this CTA clears
     first, count, old = bid * share, Int32(0), act + (COPIES - 1) * size
     end = cutlass.min(first + share, size)
-    for layer in cutlass.range(layers * steps, unroll=1):
+    for _ in cutlass.range(layers * steps, unroll=1):
         sync.wait_parity(k.gathered, count & 1)
         if count > 0:  # before the first layer there is nothing to clear
             at = first + k.lane * 16
@@ -146,14 +141,17 @@ def next_copy(k: cutlass.Constexpr, act: Int64, at: Int64):
 
 # -- the roles ---------------------------------------------------------------------------------
 def page_of(k, block):
-    return gemm.ptx_read(
-        "ld.global.nc.b32 {$w0}, [{$r0}];", [Int32], k.pages + Int64(block) * 4
-    )
+    return gemm.ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Int32], k.pages + Int64(block) * 4)
 
 
 def block_address(k, page, layer):
     at = (Int64(page) * k.layers + layer) * k.c.shape.kv_heads + k.kv_head
     return k.kv_pool + at * BLOCK_BYTES
+
+
+def main_share(k):
+    """Blocks below the largest c(p) that are this CTA's."""
+    return (k.main_blocks - k.split + k.c.splits - 1) // k.c.splits
 
 
 @cute.jit
@@ -169,6 +167,8 @@ def block_of(k: cutlass.Constexpr, n_main: Int32, i: Int32):
 def produce_kv(
     k: cutlass.Constexpr,
     layer: Int32,
+    page0: Int32,
+    page1: Int32,
     stage: Int32,
     parity: Int32,
     issued: Int32,
@@ -176,17 +176,17 @@ def produce_kv(
     landed_parity: Int32,
 ):
     """This CTA's committed KV blocks of a layer, then those of the tail. All lie below the
-    committed length, so they may be fetched before this step's own keys exist."""
+    committed length, so they may be fetched before this step's own keys exist. page0, page1: of
+    the first two blocks; the others are looked up two blocks ahead, out of the stream's way."""
     c = k.c
     if k.kv_head < c.shape.kv_heads:
         tail = k.tail_count
         if k.split >= 16:
             tail = Int32(0)
-        n_main = (k.main_blocks - k.split + c.splits - 1) // c.splits
-        page = page_of(k, block_of(k, n_main, Int32(0)))
+        n_main = main_share(k)
         for i in cutlass.range(n_main + tail, unroll=1):
-            now = page
-            page = page_of(k, block_of(k, n_main, i + 1))  # one block ahead
+            now, page0 = page0, page1
+            page1 = page_of(k, block_of(k, n_main, i + 2))
             stage, parity, issued, landed, landed_parity = issue(
                 k.ring, c, block_address(k, now, layer), Int32(BLOCK_BYTES),
                 stage, parity, issued, landed, landed_parity,
@@ -203,23 +203,28 @@ def run_producer(
         "ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], offsets + Int64(bid * phases) * 8
     )
     stage, parity, issued = Int32(0), Int32(0), Int32(0)
-    landed, landed_parity = Int32(0), Int32(0)
-    for step in cutlass.range(steps, unroll=1):
+    landed, landed_parity, ahead = Int32(0), Int32(0), Int32(0)
+    page0, page1 = Int32(0), Int32(0)
+    for _ in cutlass.range(steps, unroll=1):
         at = stream + first
         _, _, copies, n_bytes = plan_entry(k, Int32(0))
+        if cutlass.const_expr(k.c.attention):
+            page0 = page_of(k, block_of(k, main_share(k), Int32(0)))
+            page1 = page_of(k, block_of(k, main_share(k), Int32(1)))
         for phase in cutlass.range(phases, unroll=1):
             # one phase ahead, so that the look-up never holds up the stream
             _, _, more, more_bytes = plan_entry(k, cutlass.min(phase + 1, phases - 1))
-            at, stage, parity, issued, landed, landed_parity = produce(
+            at, stage, parity, issued, landed, landed_parity, ahead = produce(
                 k.ring, k.c, at, copies, n_bytes,
-                stage, parity, issued, landed, landed_parity,
+                stage, parity, issued, landed, landed_parity, ahead, phase < layers * 4,
             )  # fmt: skip
             if cutlass.const_expr(k.c.attention):
                 if (phase & 3) == 0:
                     if phase < layers * 4:
                         stage, parity, issued, landed, landed_parity = produce_kv(
-                            k, phase >> 2, stage, parity, issued, landed, landed_parity
-                        )
+                            k, phase >> 2, page0, page1,
+                            stage, parity, issued, landed, landed_parity,
+                        )  # fmt: skip
             copies, n_bytes = more, more_bytes
 
 
@@ -236,7 +241,7 @@ def run_consumers(
     c = k.c
     b = Buffers.of(c)
     stage, parity, turn, which = Int32(0), Int32(0), Int32(0), Int32(0)
-    count, norms, cur, none = Int32(0), Int32(0), act, Int64(0)
+    count, norms, cur, families = Int32(0), Int32(0), act, c.families
     for step in cutlass.range(steps, unroll=1):
         if k.tid == 0:  # the last step is finished everywhere
             sync.wait_counter(k.counter, step * c.ctas)
@@ -244,32 +249,39 @@ def run_consumers(
         load_residual(k, r0, Int32(1))
         sync.consumer_sync(c.warps * 32)
         x = x0
-        for layer in cutlass.range(layers, unroll=1):
-            at = layer * 4
-            stage, parity, turn, which = run_phase(
-                k, "qkv", at, x, cur + b.q, none, count, norms, stage, parity, turn, which
-            )
+        for phase in cutlass.range(layers * 4 + 1, unroll=1):
+            kind = phase & 3
+            src, dst = x, cur + b.q
+            if phase == layers * 4:
+                kind, dst = Int32(LM), logits
+            if kind == O:
+                src, dst = cur + (b.a if c.attention else b.q), cur + b.y
+            if kind == GU:
+                src, dst = cur + b.y, cur + b.h
+            if kind == DOWN:
+                src, dst = cur + b.h, cur + b.x
             if cutlass.const_expr(c.attention):
-                stage, parity = attention.run_attention(k, cur, stage, parity)
-            stage, parity, turn, which = run_phase(
-                k, "o", at + 1, cur + (b.a if c.attention else b.q), cur + b.y, none, count, norms, stage, parity, turn, which
-            )
-            stage, parity, turn, which = run_phase(
-                k, "gu", at + 2, cur + b.y, cur + b.h, none, count, count, stage, parity, turn, which
-            )
-            stage, parity, turn, which = run_phase(
-                k, "down", at + 3, cur + b.h, cur + b.x, cur + b.parts, count, norms, stage, parity, turn, which
-            )
-            x = cur + b.x
-            count, norms = count + 1, norms + 1
-            cur = next_copy(k, act, cur)
-        stage, parity, turn, which = run_phase(
-            k, "lm", layers * 4, x, logits, none, count, norms, stage, parity, turn, which
-        )
+                if kind == O:
+                    stage, parity = attention.run_attention(k, cur, stage, parity)
+            for i in cutlass.range_constexpr(len(families)):
+                if is_any(KINDS, families[i].names, kind):
+                    stage, parity, turn, which = run_phase(
+                        k, families[i], kind, phase, src, dst, cur + b.parts, count, norms,
+                        stage, parity, turn, which,
+                    )  # fmt: skip
+            if kind == DOWN:
+                x = dst
+                count, norms = count + 1, norms + 1
+                cur = next_copy(k, act, cur)
         norms = norms + 1
         sync.consumer_sync(c.warps * 32)
         if k.tid == 0:
             sync.red_release(k.counter, Uint32(1))
+
+
+def note_clock(at):
+    now, ns = Int64(cute.arch.clock64()), Int64(cute.arch.globaltimer())
+    sync.ptx_do("st.global.v2.b64 [{$r0}], {{$r1},{$r2}};", at, now, ns)
 
 
 def make_step(c: Config):
@@ -307,7 +319,7 @@ def make_step(c: Config):
         k.counter = counter
         if cutlass.const_expr(attended):
             attention.attention_places(k, k.attention, bid)
-            k.put_qkv, k.layers = attention.put_qkv, layers
+            k.layers = layers
             k.kv_pool, k.pages, k.committed = kv_pool, pages, committed
             k.tail_first, k.main_blocks = tail_first, main_blocks
             k.page_count = (committed + 63) >> 6
@@ -315,10 +327,14 @@ def make_step(c: Config):
             # of the last layer that runs: [ctas, 2, STAMPS] behind the phases' times
             k.stamps = times + Int64(c.ctas * phases * 32 + bid * (2 * attention.STAMPS * 8))
         init_barriers(k)
+        # behind all other times: (clock64, globaltimer) of one thread at its start and end
+        clock_at = times + Int64(c.ctas * (phases * 32 + 2 * attention.STAMPS * 8))
         if cutlass.const_expr(c.timing):
             if tid == 0:
                 sync.ptx_do("st.global.b32 [{$r0}], {$r1};", counter + Int64(bid * 4 + 128),
                             cute.arch.smid())  # fmt: skip
+                if bid == 0:
+                    note_clock(clock_at)
         if k.wid >= c.warps:
             if cutlass.const_expr(c.setmaxnreg):
                 cute.arch.setmaxregister_decrease(40)
@@ -332,6 +348,9 @@ def make_step(c: Config):
             if cutlass.const_expr(attended):
                 attention.load_step_tables(k, rope, rows)
             run_consumers(k, x0, r0, act, logits, layers, steps)
+        if cutlass.const_expr(c.timing):
+            if (tid == 0) & (bid == 0):
+                note_clock(clock_at + 16)
         if cutlass.const_expr(c.cluster > 1):
             sync.cluster_sync()
 

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from cute_kernels.gpu import pack
-from cute_kernels.gpu.config import COPIES, LAYER_KINDS, Buffers, Config, make_plan
+from cute_kernels.gpu.config import COPIES, LAYER_KINDS, Config
 from cute_kernels.gpu.load import Kernel
+from cute_kernels.gpu.tiles import Buffers, make_plan
 from experiments.handoffs.context import Context, attend
 
 
@@ -79,9 +80,9 @@ def packed(weights: Weights, c: Config, layers: int) -> tuple[torch.Tensor, ...]
     order = torch.from_numpy(rows).cuda()
     names = [*LAYER_KINDS] * layers + ["lm"]
     pieces = [
-        pack.pack_matrix(
-            w[order] if c.attention and name == "qkv" else w, c, name
-        ).reshape(-1, size)
+        pack.pack_matrix(w[order] if c.attention and name == "qkv" else w, c, name).reshape(
+            -1, size
+        )
         for name, w in zip(names, weights.of(layers), strict=True)
     ]
     index, offsets = pack.stream_index(c, layers)
@@ -107,7 +108,7 @@ class Skeleton:
         self.logits = torch.zeros(c.rows, c.shape.vocab, device="cuda")
         self.counter = torch.zeros(32 + c.ctas, dtype=torch.int32, device="cuda")
         phases = 4 * c.shape.layers + 1
-        self.times = torch.zeros(c.ctas * (phases * 4 + 16), dtype=torch.int64, device="cuda")
+        self.times = torch.zeros(c.ctas * (phases * 4 + 16) + 4, dtype=torch.int64, device="cuda")
 
     def pack(self, layers: int) -> tuple[torch.Tensor, ...]:
         if layers not in self.packs:
@@ -220,8 +221,10 @@ class Skeleton:
                 x = d[..., j]
                 three = (x.amin(0).mean(), x.mean(), x.amax(0).mean())
                 out[f"{name} {what}"] = [round(float(f), 2) for f in three]
+        clock = self.times[-4:].tolist()
+        out["SM clock MHz"] = [round((clock[2] - clock[0]) / (clock[3] - clock[1]) * 1e3)]
         if c.attention:  # the last layer's; columns: attention.stamp
-            v = self.times[-c.ctas * 16 :].view(c.ctas, 2, 8).cpu().double() / 1e3
+            v = self.times[-c.ctas * 16 - 4 : -4].view(c.ctas, 2, 8).cpu().double() / 1e3
             v = v[: c.shape.kv_heads * 16]
             for half in range(2):
                 for slot in range(8 if half == 0 else 5):

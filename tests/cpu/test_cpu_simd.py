@@ -5,17 +5,28 @@ from __future__ import annotations
 import re
 
 import llvmlite.binding as llvm
-import numba
 import numpy as np
 import pytest
+from llvmlite import ir
 
 from cute_kernels.cpu.pack import round_bfloat16
-from cute_kernels.cpu.simd import ROW_TILES, pair_gemm, pointer, row_tile
+from cute_kernels.cpu.simd import (
+    F32,
+    I16,
+    NARROW_ROW_TILES,
+    ROW_TILES,
+    WIDE_ROW_TILES,
+    pair_gemm,
+    pointer,
+    row_kernel,
+    row_tile,
+)
 from cute_kernels.cpu.vecmath import (
     argmax,
     exp,
     log,
     silu_product,
+    softmax_page,
     softmax_step,
     sum_exp,
     sum_squares,
@@ -57,6 +68,13 @@ def _silu(pair, out):
 @jit
 def _softmax(scores, keys, state):
     return softmax_step(pointer(scores, 0), keys, pointer(state, 0))
+
+
+@jit
+def _softmax_page(scores, states, sums):
+    softmax_page(
+        pointer(scores, 0), len(scores), pointer(states, 0), pointer(sums, 0), sums.shape[1]
+    )
 
 
 @jit
@@ -137,27 +155,43 @@ def test_row_tiles_add_up() -> None:
             left -= tile
 
 
-@pytest.mark.skipif(
-    not llvm.get_host_cpu_features().get("avx512f"), reason="reads AVX-512 assembly"
-)
-def test_accumulators_stay_in_registers() -> None:
-    # A fresh compilation: one loaded from the cache has no assembly to look at.
-    compiled = numba.njit(_gemm.py_func)
-    _, tiles = packed_pair(8)
-    compiled(np.ones((1, 8), np.float32), 1, tiles, 16, 128, np.zeros((1, 32), np.float32), 8,
-             False, False)  # fmt: skip
-    assembly = next(iter(compiled.inspect_asm().values()))
-    for rows in ROW_TILES:
-        start = assembly.index(f"megadecode_pair_gemm_{rows}_float:")
-        kernel = assembly[start : assembly.index("retq", start)]
-        loops = [block for block in kernel.split(".LBB") if "vfmadd" in block]
-        assert loops
-        for block in loops:
-            assert not re.search(r"zmm\d+, -?\d*\(%rsp\)|-?\d+\(%rsp\), %zmm", block), rows
+TARGETS = {
+    "skylake-avx512": ("x86_64-linux-gnu", WIDE_ROW_TILES),
+    "znver4": ("x86_64-linux-gnu", WIDE_ROW_TILES),
+    "haswell": ("x86_64-linux-gnu", NARROW_ROW_TILES),
+    "neoverse-n1": ("aarch64-linux-gnu", NARROW_ROW_TILES),
+    "apple-m1": ("arm64-apple-darwin", NARROW_ROW_TILES),
+}
+FMA = re.compile(r"vfmadd|fmla")
+STACK = re.compile(r"[yz]mm\d+, -?\d*\(%rsp\)|\(%rsp\), %[yz]mm|\b(ldr|str|ldp|stp)\s+q.*\[sp")
+
+
+@pytest.mark.parametrize("element", [F32, I16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("cpu", TARGETS)
+def test_accumulators_stay_in_registers(cpu: str, element: ir.Type) -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    triple, row_tiles = TARGETS[cpu]
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
+    wide = row_tiles is WIDE_ROW_TILES
+    for rows in row_tiles:
+        module = ir.Module()
+        module.triple = triple
+        row_kernel(module, rows, element, 2 if wide else 1).linkage = ""
+        compiled = llvm.parse_assembly(str(module))
+        tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+        passes = llvm.create_pass_builder(machine, tuning)
+        passes.getModulePassManager().run(compiled, passes)
+        blocks = re.split(r"\n\.?L?BB\S+:", machine.emit_assembly(compiled))
+        inner = max(blocks, key=lambda block: len(FMA.findall(block)))
+        registers = 1 if wide else 2 if "x86" in triple else 4  # per vector of the IR
+        steps = 4 if rows <= 4 else 1
+        assert len(FMA.findall(inner)) == rows * (2 if wide else 1) * registers * steps
+        assert not STACK.search(inner), f"{rows} rows"
 
 
 def test_exp_is_within_two_units_in_the_last_place() -> None:
-    x = np.linspace(-87.3, 88.7, 2_000_003).astype(np.float32)
+    x = np.linspace(-87.3, 88.37, 2_000_003).astype(np.float32)
     out = np.empty_like(x)
     _exp_all(x, out)
     exact = np.exp(x.astype(np.float64))
@@ -165,7 +199,7 @@ def test_exp_is_within_two_units_in_the_last_place() -> None:
 
 
 def test_exp_of_special_values() -> None:
-    x = np.array([0, -0.0, -np.inf, np.inf, np.nan, -87.4, -1e30, 88.8, 1e30], np.float32)
+    x = np.array([0, -0.0, -np.inf, np.inf, np.nan, -87.4, -1e30, 88.4, 1e30], np.float32)
     out = np.empty_like(x)
     _exp_all(x, out)
     np.testing.assert_array_equal(out, [1, 1, 0, np.inf, np.nan, 0, 0, np.inf, np.inf])
@@ -214,6 +248,25 @@ def test_softmax_step_takes_part_in_nothing_beyond_its_keys(keys: int) -> None:
     factor = _softmax(more, 16, state)
     assert factor == pytest.approx(np.exp(-2), rel=1e-6)
     assert state[1] == pytest.approx(np.exp(exact - exact.max() - 2).sum() + 16, rel=1e-6)
+
+
+def test_softmax_page_is_softmax_step_for_every_row() -> None:
+    rng = np.random.default_rng(8)
+    for rows in (1, 3, 50):
+        scores = rng.standard_normal((rows, 64)).astype(np.float32) * 3
+        states = np.stack([rng.standard_normal(rows), 1 + rng.random(rows)], 1).astype(np.float32)
+        states[0] = -np.inf, 0
+        sums = rng.standard_normal((rows, 96)).astype(np.float32)
+        sums[0] = 0
+        work, state, total = scores.copy(), states.copy(), sums.copy()
+        _softmax_page(work, state, total)
+        for row in range(rows):
+            one, of_one = scores[row].copy(), states[row].copy()
+            factor = _softmax(one, 64, of_one)
+            np.testing.assert_array_equal(work[row], one)
+            np.testing.assert_array_equal(total[row], sums[row] * np.float32(factor))
+            assert state[row, 0] == of_one[0]
+            assert state[row, 1] == pytest.approx(of_one[1], rel=2e-7)
 
 
 def test_argmax_order_and_refusals() -> None:

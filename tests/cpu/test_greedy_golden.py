@@ -25,7 +25,7 @@ def engine(model):
 
 def test_greedy_tokens_equal_transformers(engine, golden):
     """All prompts at once over 16 slots; a first difference only where the gap is under GAP."""
-    params = SamplingParams(max_new_tokens=golden["max_new"])
+    params = SamplingParams(max_new_tokens=golden["max_new"], ignore_eos=True)
     asked = [(p, engine.submit(p["ids"], params)) for p in golden["prompts"]]
     assert len(asked) >= 24
     ties = []
@@ -40,6 +40,16 @@ def test_greedy_tokens_equal_transformers(engine, golden):
             ties.append((p["name"], first, p["gaps"][first]))
     print("first differences at near-ties:", ties)
     assert len(ties) <= 2
+
+
+def test_a_stop_token_ends_what_goes_on_without_it(engine, golden):
+    asked = [p for p in golden["prompts"] if p["stop_at"] is not None and len(p["ids"]) < 200]
+    assert len(asked) >= 5
+    params = SamplingParams(max_new_tokens=golden["max_new"])
+    for p, request in [(p, engine.submit(p["ids"], params)) for p in asked]:
+        result = request.result(280)
+        assert result.token_ids == p["tokens"][: p["stop_at"] + 1], p["name"]
+        assert result.finish_reason == "stop"
 
 
 def test_text_streams_in_whole_characters(engine, golden):
