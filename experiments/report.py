@@ -35,8 +35,8 @@ def cpu_speed() -> list[str]:
     if result is None:
         return []
     lines = [
-        f"**Plain greedy decode, {result['model']}, {result['threads']} threads** ({_where(result)}; "
-        f"{len(next(iter(result['tok_s'].values())))} alternating turns of {result['new_tokens']} "
+        f"**Plain greedy decode, {result['model']}, {result['threads']} threads** "
+        f"({_where(result)}; {len(next(iter(result['tok_s'].values())))} alternating turns of {result['new_tokens']} "
         f"tokens; float32 sides agree on every token: "
         f"{'yes' if result['float32_sides_agree'] else 'no'}).",
         "",
@@ -59,8 +59,8 @@ def ping() -> list[str]:
         return []
     f = result["figures"]
     return [
-        f"**Host to loop and back** ({_where(result)}): {f['spinning_median_us']:.2f} us median with "
-        f"both sides spinning, {f['after_1s_idle_median_us']:.0f} us median and "
+        f"**Host to loop and back** ({_where(result)}): {f['spinning_median_us']:.2f} us median "
+        f"with both sides spinning, {f['after_1s_idle_median_us']:.0f} us median and "
         f"{f['after_1s_idle_max_us']:.0f} us at most after a second of idleness."
     ]
 
@@ -73,8 +73,8 @@ def speculation() -> list[str]:
     stages = list(result["steps"][0]["us"])
     lines = [
         f"**A speculative step by stage**, us, {result['model']} at {result['context']} positions, "
-        f"drafter with {result['drafter']} ({_where(result)}). Break-even: tokens a step must commit "
-        "to be worth it.",
+        f"drafter with {result['drafter']} ({_where(result)}). Break-even: tokens a step must "
+        "commit to be worth it.",
         "",
         f"| verify rows | step | break-even | {' | '.join(stages)} |",
         "|---|---|---|" + "---|" * len(stages),
