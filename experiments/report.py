@@ -34,9 +34,10 @@ def cpu_speed() -> list[str]:
     result = read("cpu_speed")
     if result is None:
         return []
+    turns = len(next(iter(result["tok_s"].values())))
     lines = [
         f"**Plain greedy decode, {result['model']}, {result['threads']} threads** "
-        f"({_where(result)}; {len(next(iter(result['tok_s'].values())))} alternating turns of {result['new_tokens']} "
+        f"({_where(result)}; {turns} alternating turns of {result['new_tokens']} "
         f"tokens; float32 sides agree on every token: "
         f"{'yes' if result['float32_sides_agree'] else 'no'}).",
         "",
@@ -44,10 +45,10 @@ def cpu_speed() -> list[str]:
         "|---|---|---|---|",
     ]
     for bar in result["bars"]:
-        turns = " ".join(f"{ratio:.2f}" for ratio in bar["ratios"])
+        ratios = " ".join(f"{ratio:.2f}" for ratio in bar["ratios"])
         rate = median(result["tok_s"][bar["ours"]])
         lines.append(
-            f"| {bar['rival']} (ours: {bar['ours']}) | {bar['median']:.2f} | {turns} | {rate:.0f} |"
+            f"| {bar['rival']} (ours: {bar['ours']}) | {bar['median']:.2f} | {ratios} | {rate:.0f} |"
         )
     return lines
 
