@@ -48,7 +48,8 @@ def cpu_speed() -> list[str]:
         ratios = " ".join(f"{ratio:.2f}" for ratio in bar["ratios"])
         rate = median(result["tok_s"][bar["ours"]])
         lines.append(
-            f"| {bar['rival']} (ours: {bar['ours']}) | {bar['median']:.2f} | {ratios} | {rate:.0f} |"
+            f"| {bar['rival']} (ours: {bar['ours']}) | {bar['median']:.2f} | "
+            f"{ratios} | {rate:.0f} |"
         )
     return lines
 
