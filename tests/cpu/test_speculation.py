@@ -85,8 +85,7 @@ def test_sixteen_unequal_slots_are_each_as_if_alone():
     hows = [dict(), dict(temperature=1.0, seed=5), dict(temperature=1.0), dict(seed=1, top_k=3,
             temperature=3.0)]  # fmt: skip
     jobs = [
-        (ids(3 + 17 * i), params(max_new_tokens=10 + 5 * (i % 7), **hows[i % 4]))
-        for i in range(16)
+        (ids(3 + 17 * i), params(max_new_tokens=10 + 5 * (i % 7), **hows[i % 4])) for i in range(16)
     ]
     with engine(slots=1) as plain:
         want = [run(plain, [job])[0] for job in jobs]

@@ -88,9 +88,7 @@ def test_wrong_candidates_cost_nothing_but_time(text, chain, tree):
 
 
 @pytest.mark.parametrize("scores", [(-0.1, -3.0), (-1.0, -1.0)])
-def test_truth_at_the_second_rank_is_found_by_a_tree_and_not_by_a_chain(
-    text, chain, tree, scores
-):
+def test_truth_at_the_second_rank_is_found_by_a_tree_and_not_by_a_chain(text, chain, tree, scores):
     """Ties are broken by rank: of two equal scores the first candidate comes first, both fit."""
     said = {
         len(PROMPT) + k: [((token + 1) % VOCAB, scores[0]), (token, scores[1])]

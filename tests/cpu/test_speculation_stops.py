@@ -68,8 +68,10 @@ def check(result, text, want):
     assert result.token_ids == tokens
     assert result.finish_reason == reason
     assert exact(result)[1] == exact(text)[1][: len(tokens)]
-    assert result.stats.tokens == len(tokens) == sum(
-        k * n for k, n in enumerate(result.stats.accepted)
+    assert (
+        result.stats.tokens
+        == len(tokens)
+        == sum(k * n for k, n in enumerate(result.stats.accepted))
     )
 
 
@@ -193,9 +195,7 @@ def test_of_two_stop_strings_the_first_to_be_complete_wins(speculating, plain, t
         result = one(speculating, PROMPT, max_new_tokens=100, stop=stops, **ANYHOW)
         at = min(shown[20].index(stop) for stop in stops)
         assert result.text == shown[20][:at]
-        assert exact(result) == exact(
-            one(plain, PROMPT, max_new_tokens=100, stop=stops, **ANYHOW)
-        )
+        assert exact(result) == exact(one(plain, PROMPT, max_new_tokens=100, stop=stops, **ANYHOW))
 
 
 def test_a_stop_string_that_begins_and_never_ends_is_shown_in_the_end(speculating, plain, text):
