@@ -29,7 +29,6 @@ from cute_kernels.cpu.service import (
 )
 from cute_kernels.cpu.slots import Context, Count, Decision, Limits, Sched, Stage
 from cute_kernels.cpu.speculate import Ranked, Script, draft_rank, grow_trees
-from cute_kernels.cpu.state import Model
 from cute_kernels.cpu.team import (
     LEAVE,
     STEP,
@@ -169,7 +168,7 @@ def _run_drafting(phase, layer, loop, target, drafter, draft, worker, workers, o
 def _run_phase(phase, layer, loop, target, drafter, draft, worker, workers, op):
     """Where a phase's number becomes a call."""
     counters, sched = loop.counters, loop.sched
-    dims, weights, kv, batch, acts = target
+    dims, kv, batch, acts = target.dims, target.kv, target.batch, target.acts
     if phase == _ROWS:
         if worker == 0:
             build_rows(loop.wire, sched, batch, loop.trees, loop.limits)
