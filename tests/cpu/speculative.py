@@ -81,8 +81,8 @@ def half_right(texts, seed, most=12, right=0.7):
             for prompt, tokens in texts
             if 0 <= position - len(prompt) < len(tokens) and rng.random() < right
         ]
-        ids += rng.integers(0, td.TARGET.vocab, most - len(ids)).tolist()
-        ids = rng.permutation(list(dict.fromkeys(ids)))
+        ids += rng.integers(0, td.TARGET.vocab, max(most - len(ids), 0)).tolist()
+        ids = rng.permutation(list(dict.fromkeys(ids)))[:most]
         scores = np.sort(-rng.exponential(2.0, len(ids)))[::-1]
         said[position] = [(int(i), float(s)) for i, s in zip(ids, scores)]
     return said

@@ -24,75 +24,90 @@ def hold_interpreter(seconds):
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
+SMALL = dict(
+    slots=16, completion_entries=256, request_entries=16, max_inflight=256, pool_bytes=65536,
+    kv_tokens=1500,
+)  # fmt: skip
+"""Rings and pools that run full all the time."""
+
+
 def test_two_thousand_requests_end_exactly_once_with_exactly_their_tokens():
+    with tiny_engine(**SMALL) as engine:
+        soak(engine, full_texts(engine))
+
+
+def full_texts(engine, hows=({},)):
+    """The longest text of every prompt and every way to sample, as (prompt length, how, tokens)."""
+    kinds = [(1 + 5 * i, how) for i in range(TEXTS) for how in hows]
+    requests = [
+        engine.submit(
+            prompt(n), SamplingParams(**{"max_new_tokens": LONGEST, "ignore_eos": True} | how)
+        )
+        for n, how in kinds
+    ]
+    return [(n, how, r.result(120).token_ids) for (n, how), r in zip(kinds, requests)]
+
+
+def soak(engine, texts):
+    """Random requests for beginnings of `texts`, aborts and slow readers; what each ended with."""
     rng = random.Random(1)
-    with tiny_engine(
-        slots=16, completion_entries=128, request_entries=16, max_inflight=256, pool_bytes=65536,
-        kv_tokens=1500,
-    ) as engine:  # fmt: skip
-        lengths = [1 + 5 * i for i in range(TEXTS)]
-        alone = {n: greedy(engine, prompt(n), LONGEST)[0] for n in lengths}
-        start = [
-            int(engine._parts.wire.control[w]) for w in (Word.COMPLETION_HEAD, Word.REQUEST_HEAD)
-        ]
-        ended: dict[int, int] = {}
-        submitted = []
-        readers = []
+    start = [int(engine._parts.wire.control[w]) for w in (Word.COMPLETION_HEAD, Word.REQUEST_HEAD)]
+    ended: dict[int, int] = {}
+    submitted = []
+    readers = []
 
-        def read_slowly(request):
-            seen = []
-            for chunk in request:
-                seen += chunk.token_ids
-                time.sleep(0.002)
-            assert seen == request.result(0).token_ids
+    def read_slowly(request):
+        seen = []
+        for chunk in request:
+            seen += chunk.token_ids
+            time.sleep(0.002)
+        assert seen == request.result(0).token_ids
 
-        def count_ends(request):
-            original = request.on_end
+    def count_ends(request):
+        original = request.on_end
 
-            def on_end(*details):
-                ended[request.request_id] = ended.get(request.request_id, 0) + 1
-                original(*details)
+        def on_end(*details):
+            ended[request.request_id] = ended.get(request.request_id, 0) + 1
+            original(*details)
 
-            request.on_end = on_end
+        request.on_end = on_end
 
-        errors = []
-        threading.excepthook, before = (lambda args: errors.append(args)), threading.excepthook
-        try:
-            for i in range(REQUESTS):
-                length, new = rng.choice(lengths), rng.randrange(LONGEST + 1)
-                request = engine.submit(
-                    prompt(length), SamplingParams(max_new_tokens=new, ignore_eos=True), timeout=60
-                )
-                count_ends(request)
-                submitted.append((request, length, new))
-                if rng.random() < 0.15:
-                    rng.choice(submitted[-100:])[0].abort()
-                if rng.random() < 0.03:
-                    readers.append(threading.Thread(target=read_slowly, args=(request,)))
-                    readers[-1].start()
-                if i == REQUESTS // 2:
-                    _stand_still(engine)
-            outcomes = [(r.result(60), length, new) for r, length, new in submitted]
-            for reader in readers:
-                reader.join(30)
-        finally:
-            threading.excepthook = before
-        assert not errors, errors
-        aborted = 0
-        for result, length, new in outcomes:
-            assert result.token_ids == alone[length][: len(result.token_ids)]
-            assert result.error is None
-            aborted += result.finish_reason == "abort"
-            if result.finish_reason == "length":
-                assert len(result.token_ids) == new
-        assert 20 < aborted < REQUESTS / 2
-        assert set(ended.values()) == {1}
-        check_all_returned(engine)
-        end = [
-            int(engine._parts.wire.control[w]) for w in (Word.COMPLETION_HEAD, Word.REQUEST_HEAD)
-        ]
-        assert end[0] - start[0] > 100 * 128
-        assert end[1] - start[1] > 100 * 16
+    errors = []
+    threading.excepthook, before = (lambda args: errors.append(args)), threading.excepthook
+    try:
+        for i in range(REQUESTS):
+            (length, how, text), new = rng.choice(texts), rng.randrange(LONGEST + 1)
+            how = {"max_new_tokens": new, "ignore_eos": True} | how
+            request = engine.submit(prompt(length), SamplingParams(**how), timeout=60)
+            count_ends(request)
+            submitted.append((request, text, new))
+            if rng.random() < 0.15:
+                rng.choice(submitted[-100:])[0].abort()
+            if rng.random() < 0.03:
+                readers.append(threading.Thread(target=read_slowly, args=(request,)))
+                readers[-1].start()
+            if i == REQUESTS // 2:
+                _stand_still(engine)
+        outcomes = [(r.result(60), text, new) for r, text, new in submitted]
+        for reader in readers:
+            reader.join(30)
+    finally:
+        threading.excepthook = before
+    assert not errors, errors
+    aborted = 0
+    for result, text, new in outcomes:
+        assert result.token_ids == text[: len(result.token_ids)]
+        assert result.error is None
+        aborted += result.finish_reason == "abort"
+        if result.finish_reason == "length":
+            assert len(result.token_ids) == new
+    assert 20 < aborted < REQUESTS / 2
+    assert set(ended.values()) == {1}
+    check_all_returned(engine)
+    end = [int(engine._parts.wire.control[w]) for w in (Word.COMPLETION_HEAD, Word.REQUEST_HEAD)]
+    assert end[0] - start[0] > 50 * 256
+    assert end[1] - start[1] > 100 * 16
+    return [result for result, _, _ in outcomes]
 
 
 def _stand_still(engine):
@@ -105,7 +120,7 @@ def _stand_still(engine):
 
 def test_a_paused_loop_still_hears_an_abort_and_a_park():
     """With nobody taking completions, control is read all the same."""
-    with tiny_engine(completion_entries=32) as engine:
+    with tiny_engine(completion_entries=64) as engine:
         greedy(engine, prompt(4), 2)
         with engine._link._lock:  # the poller cannot hand anything out
             request = engine.submit(
@@ -128,43 +143,53 @@ def test_a_paused_loop_still_hears_an_abort_and_a_park():
 @pytest.mark.parametrize("races", [10_000])
 def test_park_and_submit_races(races):
     """The loop parks the moment it is idle, again and again, while requests come at any moment."""
-    rng = random.Random(2)
     with tiny_engine(park_after_s=0.0, slots=2) as engine:
-        want = {n: greedy(engine, prompt(n), 2)[0] for n in (1, 2, 3)}
-        launches = engine.stats().launches
-        control = engine._parts.wire.control
-        for i in range(races):
-            if i % 5 == 0:
-                n = rng.choice((1, 2, 3))
-                assert greedy(engine, prompt(n), 2)[0] == want[n]
-            else:
-                assert engine.ping() < 5
-            for _ in range(rng.randrange(40)):
-                control[Word.STATE]  # a short wait of random length
-        assert engine.stats().launches - launches > races / 20
-        check_all_returned(engine)
+        race_parks(engine, races)
+
+
+def race_parks(engine, races, tokens=2, **how):
+    """Requests and pings after waits of random length, against a loop that parks when idle."""
+    rng = random.Random(2)
+    want = {n: greedy(engine, prompt(n), tokens, **how)[0] for n in (1, 2, 3)}
+    launches = engine.stats().launches
+    control = engine._parts.wire.control
+    for i in range(races):
+        if i % 5 == 0:
+            n = rng.choice((1, 2, 3))
+            assert greedy(engine, prompt(n), tokens, **how)[0] == want[n]
+        else:
+            assert engine.ping() < 5
+        for _ in range(rng.randrange(40)):
+            control[Word.STATE]  # a short wait of random length
+    assert engine.stats().launches - launches > races / 20
+    check_all_returned(engine)
 
 
 def test_forced_parks_race_with_submits():
     with tiny_engine(park_after_s=-1, slots=2) as engine:
-        want = greedy(engine, prompt(3), 20)[0]
-        stop = threading.Event()
+        force_parks(engine, 300)
 
-        def park_often():
-            while not stop.is_set():
-                with engine.parked():
-                    time.sleep(0.0002)
-                time.sleep(0.002)  # with two who take turns without a break nobody would run
 
-        threads = [threading.Thread(target=park_often) for _ in range(2)]
-        [t.start() for t in threads]
-        try:
-            for _ in range(300):
-                assert greedy(engine, prompt(3), 20)[0] == want
-        finally:
-            stop.set()
-            [t.join() for t in threads]
-        check_all_returned(engine)
+def force_parks(engine, requests, **how):
+    """Two threads park the loop all the time while requests run."""
+    want = greedy(engine, prompt(3), 20, **how)[0]
+    stop = threading.Event()
+
+    def park_often():
+        while not stop.is_set():
+            with engine.parked():
+                time.sleep(0.0002)
+            time.sleep(0.002)  # with two who take turns without a break nobody would run
+
+    threads = [threading.Thread(target=park_often) for _ in range(2)]
+    [t.start() for t in threads]
+    try:
+        for _ in range(requests):
+            assert greedy(engine, prompt(3), 20, **how)[0] == want
+    finally:
+        stop.set()
+        [t.join() for t in threads]
+    check_all_returned(engine)
 
 
 ANYTHING = st.one_of(
@@ -176,10 +201,19 @@ PARAMS = st.fixed_dictionaries(
     {},
     optional={
         "max_new_tokens": st.one_of(st.integers(0, 12), ANYTHING),
-        "temperature": st.one_of(st.just(0.0), st.just(0), ANYTHING),
+        "temperature": st.one_of(st.just(0.0), st.just(0), st.floats(0, 3), ANYTHING),
         "stop_token_ids": st.one_of(st.lists(st.integers(0, 199), max_size=40), ANYTHING),
         "ignore_eos": st.one_of(st.booleans(), ANYTHING),
-        "top_k": ANYTHING,
+        "top_k": st.one_of(st.integers(0, 250), ANYTHING),
+        "top_p": st.one_of(st.floats(0, 1), ANYTHING),
+        "min_p": st.one_of(st.floats(0, 1), ANYTHING),
+        "seed": st.one_of(st.integers(-(2**63), 2**64 - 1), ANYTHING),
+        "min_new_tokens": st.one_of(st.integers(0, 6), ANYTHING),
+        "logprobs": st.one_of(st.integers(0, 20), ANYTHING),
+        "logit_bias": st.one_of(
+            st.dictionaries(st.integers(0, 199), st.floats(-200, 200), max_size=4), ANYTHING
+        ),
+        "stop": ANYTHING,
     },
 )
 PROMPTS = st.one_of(
@@ -195,7 +229,7 @@ def shared():
         yield engine, greedy(engine, prompt(11), 12)[0]
 
 
-def _any_parameters(shared, ids, values):
+def any_parameters(shared, ids, values):
     """Refused with a message, or served to the end; the engine stays as it was either way."""
     engine, want = shared
     neighbour = engine.submit(prompt(11), SamplingParams(max_new_tokens=12, ignore_eos=True))
@@ -218,7 +252,7 @@ QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 @settings(max_examples=400, deadline=None, suppress_health_check=QUIET)
 @given(ids=PROMPTS, values=PARAMS)
 def test_any_parameters_are_refused_or_served(shared, ids, values):
-    _any_parameters(shared, ids, values)
+    any_parameters(shared, ids, values)
 
 
 @pytest.mark.slow
@@ -226,7 +260,7 @@ def test_any_parameters_are_refused_or_served(shared, ids, values):
 @settings(max_examples=10_000, deadline=None, suppress_health_check=QUIET)
 @given(ids=PROMPTS, values=PARAMS)
 def test_ten_thousand_parameter_sets(shared, ids, values):
-    _any_parameters(shared, ids, values)
+    any_parameters(shared, ids, values)
 
 
 def test_after_all_of_it_nothing_is_missing(shared):

@@ -4,9 +4,25 @@ import numpy as np
 import pytest
 import tiny_drafter as td
 from speculative import (
-    ANYHOW, BLOCK_16, CTX, JOBS, alone, check_jobs, engine, exact, half_right, ids, jobs_script, one, params,
-    play, run, scripted, state_of, truth,
-)  # fmt: skip
+    ANYHOW,
+    BLOCK_16,
+    CTX,
+    JOBS,
+    alone,
+    check_jobs,
+    engine,
+    exact,
+    half_right,
+    ids,
+    jobs_script,
+    one,
+    params,
+    play,
+    run,
+    scripted,
+    state_of,
+    truth,
+)
 from test_engine import check_all_returned
 
 from megadecode import SamplingParams

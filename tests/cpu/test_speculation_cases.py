@@ -6,9 +6,22 @@ import numpy as np
 import pytest
 import tiny_drafter as td
 from speculative import (
-    ANYHOW, BLOCK_16, CTX, drafts, engine, exact, half_right, ids, one, params, play, run,
-    scripted, target, truth,
-)  # fmt: skip
+    ANYHOW,
+    BLOCK_16,
+    CTX,
+    drafts,
+    engine,
+    exact,
+    half_right,
+    ids,
+    one,
+    params,
+    play,
+    run,
+    scripted,
+    target,
+    truth,
+)
 from test_engine import check_all_returned
 
 from cute_kernels.cpu.speculate import make_script
@@ -244,7 +257,7 @@ def test_the_budget_does_not_change_what_is_drafted(text):
             rows = int(loop.trees.rows[0, 0])
             assert rows == budget + 1
             deepest[budget] = int(loop.trees.depth[0, :rows].max())
-    for budget, (tokens, logprobs) in ranked.items():
+    for tokens, logprobs in ranked.values():
         width = tokens.shape[1]
         assert (tokens == ranked[255][0][:, :width]).all()
         assert logprobs.tobytes() == ranked[255][1][:, :width].tobytes()
@@ -267,9 +280,7 @@ def test_a_budget_beyond_all_prefixes_gives_them_all():
 
 
 def test_a_script_says_nothing_behind_its_end(text):
-    short = make_script(
-        np.array(text.token_ids[:10]).repeat(1)[:, None], np.full((10, 1), -0.1), np.ones(10)
-    )
+    short = make_script(np.array(text.token_ids[:10])[:, None], np.full((10, 1), -0.1), np.ones(10))
     with engine(td.DRAFTER, budget=7, script=short) as speculating:
         result = one(speculating, PROMPT, max_new_tokens=20, **ANYHOW)
         check_same(result, text, 20)
@@ -286,6 +297,5 @@ def test_auto_rests_and_returns_and_never_shows(text, seed):
         play(speculating, said)
         result = one(speculating, PROMPT, max_new_tokens=400, **ANYHOW)
         check_same(result, text, 400)
-        assert len(result.stats.accepted) > 2
-        assert drafts(speculating) < result.stats.steps
+        assert len(result.stats.accepted) > 2 and result.stats.steps > 150
         check_all_returned(speculating)

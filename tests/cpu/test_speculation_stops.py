@@ -6,9 +6,22 @@ import numpy as np
 import pytest
 import tiny_drafter as td
 from speculative import (
-    ANYHOW, BLOCK_16, CTX, engine, exact, half_right, ids, one, params, play, reference, run,
-    scripted, target, truth,
-)  # fmt: skip
+    ANYHOW,
+    BLOCK_16,
+    CTX,
+    engine,
+    exact,
+    half_right,
+    ids,
+    one,
+    params,
+    play,
+    reference,
+    run,
+    scripted,
+    target,
+    truth,
+)
 from test_engine import check_all_returned
 
 PROMPT = ids(57, seed=2)
