@@ -38,7 +38,7 @@ SMOL = ModelConfig(
     name="SmolLM2-135M", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536,
     vocab=49152, context_tokens=8192, rope_theta=100000.0,
 )  # fmt: skip
-NAMES = ("embed", "qkv", "attend", "merge", "out_proj", "gate_up", "down", "head", "select")
+NAMES = ("embed", "qkv", "attend", "merge", "out_proj", "gate_up", "down", "head")
 _CHAINS = 24
 
 
@@ -115,7 +115,7 @@ def _run_steps(worker, workers, dims, weights, kv, batch, acts, counters, sync, 
         target += workers
         _barrier(sync, target)
         start = now_ns()
-        for op in range(2 + 6 * dims.layers + 1):
+        for op in range(2 + 6 * dims.layers):
             layer = (op - 1) // 6
             if op == 0:
                 phase = 0
@@ -123,9 +123,6 @@ def _run_steps(worker, workers, dims, weights, kv, batch, acts, counters, sync, 
             elif op == 1 + 6 * dims.layers:
                 phase = 7
                 phases.head(dims, weights, kv, batch, acts, layer, worker, counters, op)
-            elif op == 2 + 6 * dims.layers:
-                phase = 8
-                phases.select(dims, weights, kv, batch, acts, layer, worker, counters, op)
             else:
                 phase = 1 + (op - 1) % 6
                 if phase == 1:

@@ -10,7 +10,8 @@ torch reference gives the same tokens wherever the gap is at least GAP, and logi
 
 Fields: `prompts` {name, ids, tokens, gaps, stop_at}: the prompt, MAX_NEW new tokens (decoding goes
 on past a stop token, so that every prompt gives as many steps), the distance in logits between best
-and second best at each step, the index of the first stop token or null; `tokenizer` {text, ids}; `tokenizer_differences` {text, ours, transformers}; `checks`, what
+and second best at each step, the index of the first stop token or null; `tokenizer` {text, ids};
+`tokenizer_differences` {text, ours, transformers}; `checks`, what
 the comparison with the reference found; `versions`.
 """
 

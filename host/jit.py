@@ -7,6 +7,7 @@ is a digest of every source file that can end up in compiled code, so a stale en
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -44,6 +45,8 @@ def cache_folder() -> Path:
             digest.update(path.read_bytes() + b"\0")
     folder = cache_home() / "numba" / digest.hexdigest()[:20]
     _prune(folder)
+    with contextlib.suppress(OSError):  # not there yet
+        os.utime(folder)  # the time of the last use, by which `_prune` goes
     return folder
 
 

@@ -10,11 +10,11 @@ Nothing here decides anything about a request: lengths, stops and pages are the 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from host.ring import (
     wait_take,
     write_word,
 )
+from host.sink import Device, Nobody, Sink
+from host.watch import Watch
 from host.wire import (
     BLOCK_BYTES,
     Command,
@@ -41,36 +43,6 @@ from host.wire import (
 )
 
 _POLL_US = 20_000
-_LARGEST_STEP_S = 0.05
-
-
-class Sink(Protocol):
-    """Where one request's completions go. Called by the poller; must not block.
-
-    `request_id` is set before the request is pushed, so before any call.
-    """
-
-    request_id: int
-
-    def on_pairs(
-        self, ids: list[int], logprobs: list[float], accepted: int, step: int, stamp_ns: int
-    ) -> None: ...
-
-    def on_end(self, reason: FinishReason, details: list[int], stamp_ns: int) -> None: ...
-
-    def on_lost(self, error: DeviceError) -> None: ...
-
-
-class Device(Protocol):
-    """What the link needs of a device object."""
-
-    operations: tuple[str, ...]
-    workers: int
-    crash: BaseException | None
-
-    def launch(self) -> None: ...
-
-    def close(self, timeout_s: float = 5.0) -> bool: ...
 
 
 class Link:
@@ -85,7 +57,7 @@ class Link:
         self.launches = 0
         self._inflight: dict[int, tuple[Sink, int, int]] = {}  # id -> sink, first block, blocks
         self._copied: set[int] = set()  # their pool blocks are free again
-        self._max_inflight = len(wire.abort)
+        self._max_inflight = len(wire.abort) // 2
         self._handles = list(range(self._max_inflight - 1, -1, -1))
         self._generation = [0] * self._max_inflight
         self._aborted: set[int] = set()
@@ -97,7 +69,8 @@ class Link:
         self._parks = 0  # calls of `park` that wait for the device
         self._pushed_while_parking = False
         self._lost: DeviceError | None = None
-        self._closed = False
+        self._closing = self._closed = False
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # room appeared, or the poller has work
         write_word(wire.control, Word.STATE, State.PARKED)
@@ -145,14 +118,17 @@ class Link:
                 self.wire.pool_floats[word + biases : word + 2 * biases] = bias[1]
             self._inflight[request_id] = (sink, first, blocks)
             sink.request_id = request_id
+            tail = self._request_tail
             try:
                 self._push(
                     request_id, RequestKind.SUBMIT, len(prompt), max_new_tokens, first, blocks, end
                 )
             except BaseException:
-                del self._inflight[request_id]
-                self._handles.append(handle)
-                self._pool.release(first, blocks)
+                if self._is_pushed(tail, request_id):  # an interrupt came right behind the push
+                    self.abort(request_id)
+                elif self._inflight.pop(request_id, None) is not None:
+                    self._handles.append(handle)
+                    self._pool.release(first, blocks)
                 raise
             return request_id
 
@@ -176,11 +152,20 @@ class Link:
                 raise DeviceError("the engine is parked; leave `parked()` before a ping")
             ping_id, self._next_ping = self._next_ping, self._next_ping - 1
             self._pings[ping_id] = answered
-            self._push(ping_id, RequestKind.PING, 0, 0, 0, 0, start + timeout_s)
+            try:
+                self._push(ping_id, RequestKind.PING, 0, 0, 0, 0, start + timeout_s)
+            except BaseException:
+                self._pings.pop(ping_id, None)
+                raise
         if not answered.wait(timeout_s):
             self._check_usable()
             raise DeviceError(f"no answer to a ping within {timeout_s:g} s")
         return time.monotonic() - start
+
+    @property
+    def lost(self) -> DeviceError | None:
+        """Why the device cannot be used any more; None while it can."""
+        return self._lost
 
     @property
     def inflight(self) -> int:
@@ -244,32 +229,48 @@ class Link:
                     self._wake_device()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Abort what is in flight, shut the device down, end all threads. Idempotent."""
+        """Abort what is in flight, shut the device down, end all threads. Idempotent.
+
+        In a forked child, where the device's threads do not exist, it does nothing. On the poller's
+        own thread, which a garbage collection may choose, another thread does the work.
+        """
+        if os.getpid() != self._pid:
+            return
+        if threading.current_thread() is self._poller:
+            threading.Thread(target=self.close, name="megadecode-close", daemon=True).start()
+            return
         with self._changed:
-            if self._closed:
+            if self._closing:
                 return
+            self._closing = True  # no further request gets in
             self._holds = 0
-            for request_id in list(self._inflight):
-                self.abort(request_id)
-            end = time.monotonic() + timeout_s
-            while self._inflight and self._lost is None and time.monotonic() < end:
-                self._changed.wait(0.1)
-            self._closed = True
-            if self._lost is None and self.state() in (State.RUNNING, State.PARKING):
-                write_word(self.wire.control, Word.COMMAND, Command.SHUTDOWN)
-                self._wait_state(None, timeout_s)
-            self._lose(DeviceError("the engine is closed"))
-            self._changed.notify_all()
+            try:
+                self._end_all(timeout_s)
+            finally:
+                self._closed = True
+                self._lose(DeviceError("the engine is closed"))
         self.device.close()
-        if threading.current_thread() is not self._poller:
-            self._poller.join(timeout_s)
+        self._poller.join(timeout_s)
+
+    def _end_all(self, timeout_s: float) -> None:
+        """Abort, wait until every request has ended, shut down; the lock is held."""
+        for request_id in list(self._inflight):
+            self.abort(request_id)
+        end = time.monotonic() + timeout_s
+        while self._inflight and self._lost is None and time.monotonic() < end:
+            self._changed.wait(0.1)
+        if self._lost is None and self.state() in (State.RUNNING, State.PARKING):
+            write_word(self.wire.control, Word.COMMAND, Command.SHUTDOWN)
+            self._wait_state(None, timeout_s)
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise DeviceError("the engine was made in another process; make one in this process")
         if self._lost is not None:
             raise self._lost
-        if self._closed:
+        if self._closing:
             raise DeviceError("the engine is closed")
 
     def _wait_for_room(self, end: float | None, blocks: int) -> None:
@@ -326,7 +327,11 @@ class Link:
             self._pushed_while_parking = True
         if self._holds or self._parks:
             return
+        end = time.monotonic() + self.deadline_s
         while (state := self.state()) == State.PARKING:
+            if time.monotonic() > end:
+                self._lose(DeviceHung(f"the device did not park within {self.deadline_s:g} s"))
+                self._check_usable()
             time.sleep(0)
         if state == State.PARKED:
             write_word(self.wire.control, Word.STATE, State.RUNNING)
@@ -337,15 +342,35 @@ class Link:
     def _wait_state(self, wanted: State | None, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
         while (state := self.state()) != wanted:
-            if state in (State.STOPPED, State.FAULT) or (wanted is None and state == State.PARKED):
+            if state == State.FAULT:
+                raise self._fault() or DeviceError("the device reports a fault")
+            if state == State.STOPPED or (wanted is None and state == State.PARKED):
                 return
             if time.monotonic() > end:
                 raise DeviceHung(f"the device did not leave its loop within {timeout_s:g} s")
             self._changed.wait(0.0005)
 
+    def _is_pushed(self, tail: int, request_id: int) -> bool:
+        """Whether an entry from counter value `tail` on is this request's; puts the producer's
+        counter right if an interrupt left it behind."""
+        for counter in range(tail, self._request_tail + 1):
+            entry = self.wire.request[counter % len(self.wire.request)]
+            if int(entry["sequence"]) == counter + 1 and int(entry["request_id"]) == request_id:
+                self._request_tail = max(self._request_tail, counter + 1)
+                return True
+        return False
+
     def _poll(self) -> None:
+        try:
+            self._poll_until_closed()
+        except BaseException as error:  # nobody may wait for a poller that is gone
+            with self._changed:
+                self._lose(DeviceError(f"the engine's poller ended with {error!r}"))
+            raise
+
+    def _poll_until_closed(self) -> None:
         staging = make_staging(256)
-        watch = _Watch(self.deadline_s)
+        watch = Watch(self.deadline_s)
         while True:
             with self._changed:
                 while not self._closed and (
@@ -371,16 +396,21 @@ class Link:
         if kind == CompletionKind.PONG:
             self._pings.pop(request_id).set()
             return
+        if self._lost is not None:
+            return
         sink, first, blocks = self._inflight[request_id]
         if kind == CompletionKind.TOKENS:
             pairs = int(entry["pairs"])
-            sink.on_pairs(
-                entry["token"][:pairs].tolist(),
-                entry["logprob"][:pairs].tolist(),
-                int(entry["accepted"]),
-                int(entry["step"]),
-                int(entry["stamp_ns"]),
-            )
+            try:
+                sink.on_pairs(
+                    entry["token"][:pairs].tolist(),
+                    entry["logprob"][:pairs].tolist(),
+                    int(entry["accepted"]),
+                    int(entry["step"]),
+                    int(entry["stamp_ns"]),
+                )
+            except Exception as error:
+                self._drop_sink(request_id, error)
         elif kind == CompletionKind.COPIED:
             self._copied.add(request_id)
             self._pool.release(first, blocks)
@@ -392,9 +422,21 @@ class Link:
                 self._pool.release(first, blocks)
             self._aborted.discard(request_id)
             self._handles.append(request_id % self._max_inflight)
-            sink.on_end(
-                FinishReason(int(entry["reason"])), entry["token"].tolist(), int(entry["stamp_ns"])
-            )
+            try:
+                sink.on_end(
+                    FinishReason(int(entry["reason"])),
+                    entry["token"].tolist(),
+                    int(entry["stamp_ns"]),
+                )
+            except Exception as error:
+                sink.on_lost(DeviceError(f"the request's reader failed: {error!r}"))
+
+    def _drop_sink(self, request_id: int, error: Exception) -> None:
+        """One request's reader failed: it alone ends with an error; the engine goes on."""
+        sink, first, blocks = self._inflight[request_id]
+        self._inflight[request_id] = (Nobody(), first, blocks)
+        sink.on_lost(DeviceError(f"the request's reader failed: {error!r}"))
+        self.abort(request_id)
 
     def _fault(self) -> DeviceError | None:
         if self.state() != State.FAULT:
@@ -433,32 +475,3 @@ class Link:
             answered.set()
         self._pings.clear()
         self._changed.notify_all()
-
-
-class _Watch:
-    """Notices a heartbeat that stands still while the device should be running.
-
-    Only time in which the poller itself ran counts: when the whole process has been stopped, the
-    clock has moved on and nobody hangs.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self._beat = -1
-        self._still_s = 0.0
-        self._last = time.monotonic()
-
-    def look(self, control: np.ndarray, where: object) -> DeviceHung | None:
-        now = time.monotonic()
-        step, self._last = min(now - self._last, _LARGEST_STEP_S), now
-        beat = int(read_word(control, Word.HEARTBEAT))
-        if beat != self._beat or read_word(control, Word.STATE) != State.RUNNING:
-            self._beat, self._still_s = beat, 0.0
-            return None
-        self._still_s += step
-        if self._still_s < self.deadline_s:
-            return None
-        assert callable(where)
-        return DeviceHung(
-            f"the device's heartbeat stood still for {self.deadline_s:g} s: {where()}"
-        )

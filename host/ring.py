@@ -72,9 +72,13 @@ def push_request(wire, tail, request_id, kind, prompt_tokens, max_new_tokens, bl
 
 @jit
 def push_abort(wire, tail, request_id):
-    """Put a request id where the device looks every step. Never full: see `wire`."""
+    """Put a request id where the device looks every step. Never full: see `wire`.
+
+    The fence is the host's half of the parking handshake, as in `push_request`.
+    """
     wire.abort[tail & (wire.abort.shape[0] - 1)] = request_id
     store_release(wire.control, _ABORT_TAIL, tail + 1)
+    fence_full()
 
 
 @jit

@@ -7,8 +7,9 @@ Mapped memory in four parts (pinned for a GPU, ordinary for the CPU device):
   that word last, with release, and the consumer reads it first, with acquire. A consumer's own
   index lives in a 64-byte line of its own, so that a producer can see free space.
 * the *control block* (`Word`): command, abort tail, consumer indices, device state, heartbeat.
-* the *abort ring*, request ids only. It holds as many ids as requests can be in flight, so a push
-  never waits.
+* the *abort ring*, request ids only. It holds twice as many ids as requests can be in flight: a
+  place can be aborted, end by itself, be given away and be aborted again between two looks of the
+  device, and not a third time, since that needs another end. So a push never waits.
 * the *request pool* that requests point into: parameters, then prompt tokens, in 256-byte blocks.
 
 Everything a device needs to find its way is here; offsets come from the dtypes below.
@@ -247,7 +248,7 @@ def make_wire(
         request_words=request_words,
         completion=completion_words.view(COMPLETION),
         completion_words=completion_words,
-        abort=_lines(max_inflight),
+        abort=_lines(2 * max_inflight),
         pool=pool.view(np.int32),
         pool_floats=pool.view(np.float32),
         params=pool.view(PARAMS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from typing import Annotated
@@ -31,6 +32,15 @@ def run(
     device: Device = "auto",
     weights: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Only the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Only the likeliest, up to this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Only those this likely beside the best.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; repeatable.")] = None,
+    draft: Annotated[str, typer.Option(help="auto, off or a drafter's path.")] = "auto",
+    budget: Annotated[str, typer.Option(help="Nodes to verify a step, or auto.")] = "auto",
+    shape: Annotated[str, typer.Option(help="tree or chain.")] = "tree",
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Time per phase, afterwards.")] = False,
     as_json: Json = False,
@@ -40,11 +50,17 @@ def run(
     from megadecode.sampling import SamplingParams
     from megadecode.trace import table
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = (sys.stdin.read() if sys.stdin else "") if prompt == "-" else prompt
     notes = Console(stderr=True)
-    params = SamplingParams(max_new_tokens=max_new_tokens)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, seed=seed, stop=stop or (),
+    )  # fmt: skip
     with notes.status("loading"):
-        engine = Engine(model, ctx, slots=1, device=device, weights=weights)
+        engine = Engine(
+            model, ctx, slots=1, device=device, weights=weights, draft=draft,
+            budget=budget if budget == "auto" or not budget.isdigit() else int(budget), shape=shape,
+        )  # fmt: skip
     with engine:
         request = engine.submit(text, params, chat=not raw)
         if not as_json:
@@ -89,7 +105,8 @@ def doctor(as_json: Json = False) -> None:
 
 
 def _fail(message: str) -> int:
-    Console(stderr=True).print(f"megadecode: {message}", style="red", markup=False, highlight=False)
+    notes = Console(stderr=True, soft_wrap=True)
+    notes.print(f"megadecode: {message}", style="red", markup=False, highlight=False)
     return 1
 
 
@@ -98,8 +115,16 @@ def main() -> None:
     from host.errors import DeviceError, QueueFull
     from megadecode.errors import MegadecodeError
 
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character shows a mark
+            stream.reconfigure(errors="replace")
     try:
         app()
+    except BrokenPipeError:  # whoever read has gone: the usual end of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+    except OSError as error:
+        sys.exit(_fail(str(error)))
     except (MegadecodeError, DeviceError, QueueFull) as error:
         sys.exit(_fail(str(error)))
     except KeyboardInterrupt:

@@ -33,6 +33,7 @@ from host.link import Link
 from host.wire import MAX_ALTERNATIVES, Wire, make_wire
 from megadecode.config import ModelConfig
 from megadecode.drafter.io import Drafter
+from megadecode.errors import ModelError, ParameterError
 
 MAX_SLOTS = 16
 MAX_WORKERS = 16
@@ -113,7 +114,30 @@ def start(
     drafter: Drafter | None = None,
 ) -> CpuParts:
     """Pack the weights, allocate everything and make the link; the loop starts with the first
-    request. `get(name)` gives fp32 tensors by canonical name."""
+    request. `get(name)` gives fp32 tensors by canonical name.
+
+    Raises ModelError for a shape the device has no kernel for, ParameterError when memory is short.
+    """
+    try:
+        dims_of(config)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    try:
+        return _assemble(config, get, options, drafter)
+    except (MemoryError, OSError) as error:
+        need = options.pages * PAGE * config.kv_bytes_per_token / 2**30
+        raise ParameterError(
+            f"no memory for {options.pages} KV pages ({need:.1f} GiB) and what else the engine "
+            f"needs: {error}. Ask for less with ctx, kv_tokens or slots"
+        ) from None
+
+
+def _assemble(
+    config: ModelConfig,
+    get: Callable[[str], np.ndarray],
+    options: CpuOptions,
+    drafter: Drafter | None,
+) -> CpuParts:
     o = options
     shape = drafter.config if drafter else None
     block = shape.block_size if shape else 0
@@ -156,9 +180,7 @@ def start(
         allocate_acts(config, rows, decode_rows + 1, o.slots, table, o.workers),
     )
     model, draft, context = _drafter(drafter, target, o, rows)
-    operations = program(
-        config.layers, shape.layers if shape else 0, shape.taps if shape else ()
-    )
+    operations = program(config.layers, shape.layers if shape else 0, shape.taps if shape else ())
     state = loop.Loop(
         wire=wire,
         sched=sched,

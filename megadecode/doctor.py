@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import sys
+import tempfile
 from dataclasses import dataclass
 
 from host.cache import cache_home
@@ -60,7 +61,11 @@ def _cache() -> Check:
     probe = home
     while not probe.exists():
         probe = probe.parent
-    ok = os.access(probe, os.W_OK)
+    try:
+        with tempfile.TemporaryFile(dir=probe):  # gone at once; permissions alone do not tell
+            ok = True
+    except OSError:
+        ok = False
     return Check(
         "cache", ok, str(home), "" if ok else "set MEGADECODE_HOME to a folder you can write to"
     )

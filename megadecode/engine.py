@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from cute_kernels.cpu.tree import MAX_NODES
 from cute_kernels.plan import Shape
 from host.ring import read_word
 from host.wire import Word
-from megadecode.config import ModelConfig
 from megadecode.cpu_device import (
     CHUNK_ROWS,
     MAX_SLOTS,
@@ -33,8 +32,11 @@ from megadecode.cpu_device import (
 )
 from megadecode.drafter.find import choose_drafter
 from megadecode.drafter.io import Drafter
-from megadecode.errors import DeviceUnavailable, ParameterError, PromptError
+from megadecode.errors import ParameterError, PromptError
 from megadecode.models.tokenizer import Tokenizer
+from megadecode.models.weights import Weights
+from megadecode.options import check_device, seconds, size
+from megadecode.options import device_options as check_options
 from megadecode.request import Chunk, Request
 from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures, phase_figures
@@ -42,14 +44,6 @@ from megadecode.trace import PhaseFigures, phase_figures
 PAGE = 64
 logger = logging.getLogger("megadecode")
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | np.ndarray
-
-
-class Model(Protocol):
-    """What the engine needs of a model: see `megadecode.models`."""
-
-    config: ModelConfig
-
-    def tensor(self, name: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +63,21 @@ class EngineStats:
     launches: int
 
 
-def _size(name: str, value: object, low: int, high: int) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ParameterError(f"{name} is {value!r}; it must be an integer")
-    if not low <= number <= high:
-        raise ParameterError(f"{name} is {number}; it must be between {low} and {high}")
-    return number
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    """A warning that a process gets to see once."""
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
 
 
 class Engine(AbstractContextManager["Engine"]):
     """A model on a device, decoding until it is closed. Thread-safe.
 
     Args:
-        model: a known name, the path of a GGUF file, or an object with `config` and `tensor(name)`.
+        model: a known name, the path of a GGUF file, or any `megadecode.models.weights.Weights`.
         ctx: positions a request may use, prompt and generated tokens together.
         slots: requests decoded at the same time, 1 to 16; further ones wait their turn.
         device: `auto` or `cpu`.
@@ -108,7 +100,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | Model = "smollm2-135m",
+        model: str | os.PathLike[str] | Weights = "smollm2-135m",
         ctx: int = 65536,
         slots: int = 16,
         device: str = "auto",
@@ -123,34 +115,32 @@ class Engine(AbstractContextManager["Engine"]):
         park_after_s: float = 5.0,
         **device_options: Any,
     ) -> None:
-        self.ctx = _size("ctx", ctx, 2, 2**24)
-        self.slots = _size("slots", slots, 1, MAX_SLOTS)
-        _check_device(device)
+        self.ctx = size("ctx", ctx, 2, 2**24)
+        self.slots = size("slots", slots, 1, MAX_SLOTS)
+        check_device(device)
         if weights not in WEIGHT_TYPES:
             raise ParameterError(f"weights is {weights!r}; choose {' or '.join(WEIGHT_TYPES)}")
         self.weights = weights
         if workers is None:
             workers = default_workers()
-        workers = _size("workers", workers, 1, MAX_WORKERS)
-        chunk_rows = _size("chunk_rows", chunk_rows, PAGE, 4096)
+        workers = size("workers", workers, 1, MAX_WORKERS)
+        chunk_rows = size("chunk_rows", chunk_rows, PAGE, 4096)
         if chunk_rows % PAGE:
             raise ParameterError(f"chunk_rows is {chunk_rows}; it must be a multiple of {PAGE}")
-        if isinstance(park_after_s, bool) or not isinstance(park_after_s, int | float):
-            raise ParameterError(
-                f"park_after_s is {park_after_s!r}; it must be a number of seconds"
-            )
         if budget != "auto":
-            budget = _size("budget", budget, 0, MAX_NODES)
+            budget = size("budget", budget, 0, MAX_NODES)
         if shape not in ("tree", "chain"):
             raise ParameterError(f"shape is {shape!r}; choose tree or chain")
+        if kv_tokens is None:
+            kv_tokens = self.ctx + MAX_NODES + (self.slots - 1) * min(self.ctx, 2048)
+        self.pages = -(-(size("kv_tokens", kv_tokens, 1, 2**31) + 1) // PAGE)
+        park_after_s = seconds("park_after_s", park_after_s)
+        further = check_options(device_options)
         loaded, self.tokenizer = _load(model)
         self.config = loaded.config
         self.drafter = choose_drafter(draft, loaded) if budget != 0 else None
         if self.drafter is None and draft != "off" and budget != 0:
-            logger.info("no drafter belongs to %s: decoding plainly", self.config.name)
-        if kv_tokens is None:
-            kv_tokens = self.ctx + MAX_NODES + (self.slots - 1) * min(self.ctx, 2048)
-        self.pages = -(-(_size("kv_tokens", kv_tokens, 1, 2**31) + 1) // PAGE)
+            _say_once(f"no drafter belongs to {self.config.name}: decoding plainly")
         self._warned = False
         self._parts: CpuParts = start(
             self.config,
@@ -165,7 +155,7 @@ class Engine(AbstractContextManager["Engine"]):
                 park_after_s=park_after_s,
                 budget=AUTO if isinstance(budget, str) else budget,
                 chain=shape == "chain",
-                **device_options,
+                **further,
             ),
             self.drafter,
         )
@@ -222,6 +212,8 @@ class Engine(AbstractContextManager["Engine"]):
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ParameterError(f"params is {params!r}; give a SamplingParams")
+        if timeout is not None and not isinstance(timeout, int | float):
+            raise ParameterError(f"timeout is {timeout!r}; it must be a number of seconds, or None")
         ids = self.encode(prompt, chat=chat)
         stops = params.stop_ids(self.config.stop_ids, self.config.vocab)
         self._check_fits(len(ids), params.max_new_tokens)
@@ -235,6 +227,7 @@ class Engine(AbstractContextManager["Engine"]):
             alternatives=params.logprobs,
         )
         request._abort = self._link.abort
+        request._owner = self
         self._link.submit(
             ids,
             params.max_new_tokens,
@@ -256,6 +249,11 @@ class Engine(AbstractContextManager["Engine"]):
             request.abort()
 
     # -- the device -------------------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the device can no longer be used: it hung, or the engine is closed."""
+        return self._link.lost is not None
 
     def stats(self) -> EngineStats:
         """A look at slots, pages and counters, as of the last turn of the loop."""
@@ -375,16 +373,7 @@ class Engine(AbstractContextManager["Engine"]):
             )
 
 
-def _check_device(device: str) -> None:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ParameterError(f"device is {device!r}; choose auto, cpu or cuda")
-    if device == "cuda":
-        raise DeviceUnavailable(
-            "device 'cuda' has no kernel in this release; use device='cpu' or 'auto'"
-        )
-
-
-def _load(model: str | os.PathLike[str] | Model) -> tuple[Model, Tokenizer | None]:
+def _load(model: str | os.PathLike[str] | Weights) -> tuple[Weights, Tokenizer | None]:
     if isinstance(model, str | os.PathLike):
         from megadecode.models.gguf_file import load
         from megadecode.models.store import resolve

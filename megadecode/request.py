@@ -96,6 +96,7 @@ class Request:
         self.request_id = -1
         self._decoder = decoder
         self._abort: Callable[[int], None] | None = None
+        self._owner: object = None  # the engine, which must live as long as the request
         self._changed = threading.Condition()
         self._stops = StopStrings(stops) if stops else None
         self._min_new_tokens = min_new_tokens
@@ -218,10 +219,11 @@ class Request:
             histogram = [0] * (1 + max(self._accepted.values(), default=0))
             for accepted in self._accepted.values():
                 histogram[accepted] += 1
+            self._owner = None
             self._generation = Generation(
                 text="".join(self._text),
-                token_ids=self._ids,
-                logprobs=self._logprobs,
+                token_ids=list(self._ids),
+                logprobs=list(self._logprobs),
                 finish_reason=reason.name.lower(),
                 stats=Stats(
                     tokens=tokens,
@@ -232,11 +234,12 @@ class Request:
                     accepted=tuple(histogram),
                 ),
                 error=error,
-                top_logprobs=self._top if self._pairs_per_token > 1 else [],
+                top_logprobs=list(self._top) if self._pairs_per_token > 1 else [],
             )
             self._changed.notify_all()
 
     def on_lost(self, error: DeviceError) -> None:
         with self._changed:
+            self._owner = None
             self._lost = error
             self._changed.notify_all()

@@ -51,14 +51,32 @@ def apply_aborts(wire, sched, batch):
             if completion_room(wire, sched) < 1:
                 return
             finish(wire, sched, batch, s, _ABORT, 0)
+    if _abort_pending(wire, sched):
+        sched.count[_SEEN] = 0
+
+
+@jit
+def _abort_pending(wire, sched):
+    """Answer marked requests in the pending list and close the gaps; False for want of room.
+
+    The host gives an answered request's place to another at once. Were the gaps left open, a
+    blocked head and enough aborts behind it would make the list longer than its memory.
+    """
+    mask = sched.pending.shape[0] - 1
+    kept = sched.count[_PENDING_HEAD]
+    all_answered = True
     for i in range(sched.count[_PENDING_HEAD], sched.count[_PENDING_TAIL]):
-        entry = sched.pending[i & (sched.pending.shape[0] - 1)]
-        if entry.request_id >= 0 and _is_marked(sched, entry.request_id):
-            if completion_room(wire, sched) < 1:
-                return
-            emit_terminal(wire, sched, entry.request_id, _ABORT, 0, 0, 0, 0)
-            entry.request_id = -1
-    sched.count[_SEEN] = 0
+        request_id = sched.pending[i & mask].request_id
+        if _is_marked(sched, request_id):
+            if completion_room(wire, sched) >= 1:
+                emit_terminal(wire, sched, request_id, _ABORT, 0, 0, 0, 0)
+                continue
+            all_answered = False
+        if kept != i:
+            sched.pending[kept & mask] = sched.pending[i & mask]
+        kept += 1
+    sched.count[_PENDING_TAIL] = kept
+    return all_answered
 
 
 @jit
@@ -93,9 +111,6 @@ def admit(wire, sched, batch, limits):
     """
     while sched.count[_PENDING_HEAD] - sched.count[_PENDING_TAIL] < 0:
         entry = sched.pending[sched.count[_PENDING_HEAD] & (sched.pending.shape[0] - 1)]
-        if entry.request_id < 0:
-            sched.count[_PENDING_HEAD] += 1
-            continue
         new_tokens = min(entry.max_new_tokens, limits.ctx - entry.prompt_tokens)
         if new_tokens == 0:
             if completion_room(wire, sched) < 1:

@@ -72,4 +72,3 @@ def compact(dims, sched, batch, kv, acts, decision, worker, workers, counters, o
                 acts.scratch[worker],
             )  # fmt: skip
         item = workers + fetch_add(counters, op * 8, 1)
-

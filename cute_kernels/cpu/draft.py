@@ -33,11 +33,14 @@ from cute_kernels.cpu.phases import (
 )
 from cute_kernels.cpu.simd import LANES, PAIR, advance, pair_gemm, pointer
 from cute_kernels.cpu.state import PAGE
-from cute_kernels.cpu.vecmath import softmax_step
+from cute_kernels.cpu.vecmath import softmax_page
 from host.atomics import fetch_add
 from host.jit import jit
 
 _NO_KEY = np.float32(-np.inf)
+_LOWEST = np.finfo(np.float32).min
+"""Maximum of no scores: finite, so that a page of which a row sees nothing leaves it unchanged."""
+
 _ITEM_ROWS = 24
 """Product rows (row times query head of the group) of an attention item: fills the micro-kernels,
 and divides one block over several workers."""
@@ -188,7 +191,7 @@ def _attend_rows(dims, draft, kv, batch, acts, layer, worker, segment, head, sta
     scratch, base = acts.scratch[worker], worker * acts.scratch.shape[1]
     scratch[sums_at:states_at] = np.float32(0.0)
     for i in range(rows * group):
-        scratch[states_at + 2 * i] = _NO_KEY
+        scratch[states_at + 2 * i] = _LOWEST
         scratch[states_at + 2 * i + 1] = np.float32(0.0)
     low, high = _visible(draft, batch, layer, segment, row0)
     for r in range(1, rows):
@@ -212,20 +215,11 @@ def _attend_rows(dims, draft, kv, batch, acts, layer, worker, segment, head, sta
             )  # fmt: skip
         for r in range(rows):
             a, b = _visible(draft, batch, layer, segment, row0 + r)
-            a, b = max(a - block * PAGE, 0), min(b - block * PAGE, PAGE)
+            a, b = min(max(a - block * PAGE, 0), PAGE), max(b - block * PAGE, 0)
             for i in range(r * group, (r + 1) * group):
-                weights_at = i * PAGE
-                if a >= b:
-                    scratch[weights_at : weights_at + PAGE] = np.float32(0.0)
-                    continue
-                scratch[weights_at : weights_at + a] = _NO_KEY
-                scratch[weights_at + b : weights_at + PAGE] = _NO_KEY
-                factor = softmax_step(
-                    advance(scores, weights_at), PAGE, advance(scores, states_at + 2 * i)
-                )
-                if factor != np.float32(1.0):
-                    for d in range(sums_at + i * size, sums_at + (i + 1) * size):
-                        scratch[d] *= factor
+                scratch[i * PAGE : i * PAGE + a] = _NO_KEY
+                scratch[i * PAGE + min(b, PAGE) : (i + 1) * PAGE] = _NO_KEY
+        softmax_page(scores, rows * group, advance(scores, states_at), sums, size)
         for pair in range(size // PAIR):
             v = pointer(kv.v, page * PAGE * size + pair * PAIR)
             ahead = pointer(kv.v, (coming * size + pair * PAIR) * PAGE)

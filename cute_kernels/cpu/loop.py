@@ -29,7 +29,6 @@ from cute_kernels.cpu.service import (
 )
 from cute_kernels.cpu.slots import Context, Count, Decision, Limits, Sched, Stage
 from cute_kernels.cpu.speculate import Ranked, Script, draft_rank, grow_trees
-from cute_kernels.cpu.state import Model
 from cute_kernels.cpu.team import (
     LEAVE,
     STEP,
@@ -169,7 +168,7 @@ def _run_drafting(phase, layer, loop, target, drafter, draft, worker, workers, o
 def _run_phase(phase, layer, loop, target, drafter, draft, worker, workers, op):
     """Where a phase's number becomes a call."""
     counters, sched = loop.counters, loop.sched
-    dims, weights, kv, batch, acts = target
+    dims, kv, batch, acts = target.dims, target.kv, target.batch, target.acts
     if phase == _ROWS:
         if worker == 0:
             build_rows(loop.wire, sched, batch, loop.trees, loop.limits)
@@ -208,7 +207,7 @@ def _is_skipped(phase, context_rows, draft_rows, head_rows, items, nodes):
 def _most_nodes(sched):
     nodes = 0
     for s in range(sched.slot.shape[0]):
-        nodes = max(nodes, np.int64(sched.slot[s].nodes))
+        nodes = max(nodes, int(sched.slot[s].nodes))
     return nodes
 
 
@@ -360,6 +359,8 @@ def _lead(workers, loop, target, drafter, draft):
     was_paused = False
     while True:
         command = load_acquire(wire.control, _COMMAND)
+        if command == _SHUTDOWN or command == _PARK:
+            _publish_gauges(wire, sched, 0)
         if command == _SHUTDOWN:
             _leave_all(wire, sync, workers, _STOPPED)
             return

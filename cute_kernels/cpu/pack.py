@@ -48,7 +48,8 @@ def _round_up(value: int, multiple: int) -> int:
 
 def allocate(size_bytes: int) -> np.ndarray:
     """Zeroed bytes, aligned to a huge page, committed as they are touched."""
-    raw = mmap.mmap(-1, size_bytes + _HUGE)
+    # Private, or the mapping is shared memory: no huge pages, and common to forked children.
+    raw = mmap.mmap(-1, size_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             raw.madvise(mmap.MADV_HUGEPAGE)
@@ -188,13 +189,17 @@ def pack_weights(
         _fill(packed["gate_up"][i, 0::2], tensor(at + "gate", c.ffn, c.hidden))
         _fill(packed["gate_up"][i, 1::2], tensor(at + "up", c.ffn, c.hidden))
         _fill(packed["down"][i], tensor(at + "down", c.hidden, c.ffn))
+    if shared is None:
+        embed, head = packed["embed"], packed.get("head", packed["embed"])
+    else:
+        embed, head = shared.embed, shared.head
     return Weights(
-        embed=packed["embed"] if shared is None else shared.embed,
+        embed=embed,
         qkv=packed["qkv"],
         out=packed["out"],
         gate_up=packed["gate_up"],
         down=packed["down"],
-        head=packed.get("head", packed.get("embed")) if shared is None else shared.head,
+        head=head,
         attn_norm=norms["attn"],
         ffn_norm=norms["ffn"],
         final_norm=tensor("final_norm", c.hidden).copy(),
@@ -257,10 +262,9 @@ def allocate_acts(
         "logits": (head_rows, _round_up(c.vocab, PAIR)),
         "part_ml": (c.kv_heads, parts, 2),
         "part_o": (c.kv_heads, parts, c.head_dim),
-        "logprob": (head_rows,),
         "scratch": (workers, scratch_words(c, rows)),
     }
     size = sum(_round_up(4 * int(np.prod(shape)), 64) for shape in shapes.values())
-    arena = _Arena(size + 64 + _round_up(4 * head_rows, 64))
+    arena = _Arena(size + 64)
     made = {name: arena.take(shape, np.float32) for name, shape in shapes.items()}
-    return Acts(token=arena.take((head_rows,), np.int32), **made)
+    return Acts(**made)

@@ -19,7 +19,7 @@ import numpy as np
 
 from cute_kernels.cpu.simd import LANES, PAIR, advance, load_weight, pair_gemm, pointer
 from cute_kernels.cpu.state import PAGE, kv_position
-from cute_kernels.cpu.vecmath import argmax, log, silu_product, sum_exp, sum_squares
+from cute_kernels.cpu.vecmath import silu_product, sum_squares
 from host.atomics import fetch_add
 from host.jit import jit
 
@@ -295,22 +295,3 @@ def head(dims, weights, kv, batch, acts, layer, worker, counters, op):
         out = pointer(acts.logits, item * PAIR)
         pair_gemm(x, stride, rows, w, LANES, hidden * LANES, out, width, hidden, False, ahead, True)
         item = following
-
-
-@jit
-def select(dims, weights, kv, batch, acts, layer, worker, counters, op):
-    """The likeliest token of every head row and its log-probability.
-
-    Equal logits: the lowest id. NaN or +inf among the row's logits: token -1, log-probability NaN.
-    """
-    workers = acts.scratch.shape[0]
-    row = worker
-    while row < batch.count[1]:
-        logits = pointer(acts.logits, row * acts.logits.shape[1])
-        token = argmax(logits, dims.vocab)
-        acts.token[row] = token
-        acts.logprob[row] = np.float32(np.nan)
-        if token >= 0:
-            total = sum_exp(logits, dims.vocab, acts.logits[row, token])
-            acts.logprob[row] = np.float32(-log(np.float64(total)))
-        row = workers + fetch_add(counters, op * 8, 1)

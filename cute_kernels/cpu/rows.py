@@ -180,5 +180,3 @@ def build_rows(wire, sched, batch, trees, limits):
             last = position == slot.prompt_tokens - 1
             add_row(batch, s, sched.tokens[s, position], position, last)
         add_segment(batch, s, slot.first_row)
-
-

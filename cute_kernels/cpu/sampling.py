@@ -67,8 +67,10 @@ SAMPLING = np.dtype(
 """How a request's tokens are chosen. Bias may be -inf, which removes a token."""
 
 _HIGHEST = float(np.finfo(np.float32).max)
-_FEW = 1024
 _NAN = np.float32(np.nan)
+_FEW = 1024
+"""Candidates that are better sorted out one by one than by passes over the row."""
+
 _SLACK = 1e-3
 """More than float32 weights are off by, relatively: bounds that are widened by it are safe."""
 
@@ -143,7 +145,7 @@ def _top_p_end(z, weight, largest, floor, sampling, space, worker):
     limit = max(np.int64(math.ceil(np.float64(sampling.top_p) * np.float64(total))), 1)
     ids = space.ids[worker]
     low, high, before = max(floor, LOWEST), INF, 0
-    if not 0 < sampling.top_k <= _FEW:
+    if sampling.top_k <= 0 or sampling.top_k > _FEW:
         low, high, before = narrow(z, weight, False, limit, largest, sampling.temperature)
     n = candidates(z, low, high, ids)
     return prefix_end(
@@ -171,20 +173,26 @@ def _filter(z, largest, sampling, space, worker):
 
 
 @jit
+def _reach(score):
+    """A token of weight w can only beat `score` if its 32-bit number is below w times this."""
+    return exp(np.float32(-score)) * np.float32((1.0 + _SLACK) * 2.0**32)
+
+
+@jit
 def _race(z, top, sampling, position, space, worker):
     """The kept token with the smallest E / p, the lowest id of equals.
 
     Compared as z / temperature - log E in float64. That is computed for few tokens: E is at least
     its uniform number, so a token whose number is not below (smallest E / p so far) * p has lost.
-    The likeliest token goes first; then the expected number of tokens that are computed is below
-    log(1 + tokens) for any distribution.
+    The likeliest token goes first; then about log(1 + tokens) of them are computed at most, on
+    average, for any distribution. Groups in which even a number of 0 would lose get no noise.
     """
     weight, noise = space.weight[worker], space.noise[worker]
     seed, largest = sampling.seed, np.float64(z[top])
     temperature = np.float64(sampling.temperature)
     noise_of_group(seed, position, top // GROUP, noise)
     winner, best = top, -log(exponential(noise[top % GROUP]))
-    reach = exp(np.float32(-best)) * np.float32((1.0 + _SLACK) * 2.0**32)
+    reach = _reach(best)
     for first in range(0, z.size, GROUP):
         hopeless = np.float32(0.5) / reach
         near = 0
@@ -202,7 +210,7 @@ def _race(z, top, sampling, position, space, worker):
                 score -= log(exponential(noise[token - first]))
                 if score > best or (score == best and token < winner):
                     winner, best = token, score
-                    reach = exp(np.float32(-best)) * np.float32((1.0 + _SLACK) * 2.0**32)
+                    reach = _reach(best)
     return winner
 
 

@@ -103,7 +103,7 @@ class Sched(NamedTuple):
     slot: np.ndarray  # [S] SLOT
     tokens: np.ndarray  # [S, ctx + 1] int32: prompt, then what was generated
     sampling: np.ndarray  # [S] SAMPLING: how the slot's tokens are chosen
-    pending: np.ndarray  # [C] REQUEST: admitted in order; request_id < 0: aborted, answered
+    pending: np.ndarray  # [C] REQUEST: admitted in order
     marks: np.ndarray  # [C] int64: request id to abort, by id modulo C
     free_pages: np.ndarray  # [P] int32 stack
     count: np.ndarray  # type: ignore[assignment]  # [Count] int64

@@ -1,4 +1,4 @@
-"""From the drafter's logits to trees: rank each drafted position, build and cut each slot's tree."""
+"""From the drafter's logits to trees: rank each drafted position, grow and cut each tree."""
 
 from __future__ import annotations
 

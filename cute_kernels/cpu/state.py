@@ -1,6 +1,6 @@
 """What the CPU device's phases read and write, as tuples of arrays that numba passes by reference.
 
-Sizes: L layers, P pages, R row capacity of a step, H hidden, F ffn, V vocabulary rounded up to 16,
+Sizes: L layers, P pages, R row capacity of a step, H hidden, F ffn, V vocabulary rounded up to 32,
 G = query heads per key/value head, D head dimension, S slots.
 A *tile* is 16 output columns: a packed matrix is `[N/16, K, 16]`, so that one vector load gives 16
 outputs of one k and a tile is one contiguous stream.
@@ -36,7 +36,9 @@ class Dims(NamedTuple):
 class Weights(NamedTuple):
     """Packed weights, float32 or bfloat16 as uint16, one copy; norms float32.
 
-    `qkv` holds the query heads, then the key heads, then the value heads, each head D/16 tiles.
+    `qkv` holds the query heads, then the key heads, then the value heads, each head D/16 tiles. In
+    query and key heads tile 2i holds dimensions 16i..16i+15 and tile 2i+1 those D/2 further on, so
+    that a pair of tiles has 16 rotation pairs; in value heads tiles are in order.
     `gate_up` alternates: tile 2i is the gate of outputs 16i..16i+15, tile 2i+1 their up projection.
     `embed` is `head` itself when the model ties them.
     """
@@ -96,8 +98,6 @@ class Acts(NamedTuple):
     logits: np.ndarray  # [head rows, V]
     part_ml: np.ndarray  # [kv_heads, part rows, 2] running maximum and sum of a part
     part_o: np.ndarray  # [kv_heads, part rows, D] weighted values of a part
-    token: np.ndarray  # [head rows] int32: the chosen token, -1 where the logits hold NaN or +inf
-    logprob: np.ndarray  # [head rows] float32: its log-probability
     scratch: np.ndarray  # [workers, scratch words] float32, private to a worker
 
 

@@ -2,8 +2,9 @@
 
 A row at position p sums its keys in one order whatever the tree, the batch or the committed length:
 keys below c(p) = 64 floor(max(p - 15, 0) / 64) in absolute blocks of 64, block b by split
-b mod `splits`, a split's blocks ascending (their two halves apart), then the splits; then keys c(p) .. p along the
-row's own path, one by one in position order, in fp32. Blocks beyond a row's c(p) are an exact
+b mod `splits`, a split's blocks ascending (their two halves apart), then the splits in the order
+of `merge_splits`; then keys c(p) .. p along the row's own path, one by one in position order, in
+fp32. Blocks beyond a row's c(p) are an exact
 identity for it.
 
 CTA (kv head, split) multiplies its blocks for all heads of the kv head: warp (head, half) takes 32
@@ -26,34 +27,30 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.config import PAGE, TAIL_KEYS, AttentionSmem, Buffers
-from cute_kernels.gpu.fragments import bf16_pair, mma, put_word, unpack_pair
+from cute_kernels.gpu.attention_tail import run_tail
+from cute_kernels.gpu.config import PAGE, TAIL_KEYS, AttentionSmem
+from cute_kernels.gpu.fragments import bf16_pair, exp2, mma, put_word, unpack_pair
 from cute_kernels.gpu.gemm import take_words
 from cute_kernels.gpu.ring import advance
 from cute_kernels.gpu.sync import ptx_read
+from cute_kernels.gpu.tiles import Buffers
 
 NEG_INF = -float("inf")
-TAIL_STEP = 16  # tail keys whose loads are in flight together
 
 
 # -- committed blocks --------------------------------------------------------------------------
 def ldmatrix(addr, transposed):
-    t = ".trans" if transposed else ""
+    kind = "ldmatrix.sync.aligned.m8n8.x4" + (".trans" if transposed else "")
     return ptx_read(
-        "ldmatrix.sync.aligned.m8n8.x4%s.shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];" % t,
+        kind + ".shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
         [Uint32] * 4,
         addr,
     )
 
 
-def exp2(x):
-    """One instruction; `cute.math.exp2` scales denormals around it."""
-    return ptx_read("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
-
-
 def quad_max(v):
-    v = cutlass.max(v, cute.arch.shuffle_sync_bfly(v, offset=1))
-    return cutlass.max(v, cute.arch.shuffle_sync_bfly(v, offset=2))
+    v = sync.maximum([v, cute.arch.shuffle_sync_bfly(v, offset=1)])
+    return sync.maximum([v, cute.arch.shuffle_sync_bfly(v, offset=2)])
 
 
 def quad_sum(v):
@@ -102,18 +99,16 @@ def softmax_block(k, tiles, valid, m, den, o, scale):
     p = [[None] * 4 for _ in range(4)]
     for h in range(2):
         s = [tiles[j][2 * h + e] for j in range(4) for e in range(2)]
-        top = s[0]
-        for v in s[1:]:
-            top = cutlass.max(top, v)
-        new = cutlass.max(m[h], sync.choose(valid[h], quad_max(top) * scale, NEG_INF))
+        top = quad_max(sync.maximum(s))
+        new = sync.maximum([m[h], sync.choose(valid[h], top * scale, NEG_INF)])
         alpha = exp2(sync.choose(new > NEG_INF, m[h] - new, 0.0))
         off = sync.choose(valid[h], new, -NEG_INF)
-        total = Float32(0.0)
+        sums = [exp2(v * scale - off) for v in s]
         for j in range(4):
-            for e in range(2):
-                v = exp2(s[j * 2 + e] * scale - off)
-                p[j][2 * h + e] = v
-                total = total + v
+            p[j][2 * h : 2 * h + 2] = sums[2 * j : 2 * j + 2]
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        total = sums[0]
         m[h] = new
         den[h] = den[h] * alpha + total
         for n in range(8):
@@ -140,157 +135,39 @@ def store_half(k, head, m, den, o):
 
 
 def publish_part(k, head, m, den, o, part):
-    """Merge both halves of the keys and publish this split's part of 16 rows of a head. Loads come
-    before stores: the compiler keeps the order of a load behind a relaxed store."""
+    """Merge both halves of the keys and publish this split's part of 16 rows of a head: 64 sums as
+    bf16 (rounded like the output itself; fp32 sums made the hand-off 1.5 us a layer longer),
+    maximum and denominator as fp32. A lane's eight words lie side by side: word 8 t + n holds
+    dimensions 8 n + 2 t and the next. Loads come before stores: the compiler keeps
+    the order of a load behind a relaxed store."""
     c = k.c
     for h in range(2):
-        row = (k.lane >> 2) + 8 * h
+        row, t = (k.lane >> 2) + 8 * h, k.lane & 3
         m1, den1 = sync.lds_pair(k.squares + (head * 16 + row) * 8)
-        at = k.red + ((head * 16 + row) * 64 + 2 * (k.lane & 3)) * 4
+        at = k.red + ((head * 16 + row) * 64 + 2 * t) * 4
         others = [sync.lds_pair(at + n * 32) for n in range(8)]
-        top = cutlass.max(m[h], m1)
+        top = sync.maximum([m[h], m1])
         safe = sync.choose(top > NEG_INF, top, 0.0)
         e0, e1 = exp2(m[h] - safe), exp2(m1 - safe)
         to = part + Int64(row * (c.splits * c.part_bytes))
-        sums = to + Int64((head * 64 + 2 * (k.lane & 3)) * 4)
+        words = []
         for n, other in enumerate(others):
             mine = o[n * 4 + 2 * h], o[n * 4 + 2 * h + 1]
-            words = [a * e0 + b * e1 for a, b in zip(mine, other, strict=True)]
-            sync.st_words(sums + n * 32, [sync.as_bits(w) for w in words])
+            words.append(bf16_pair(*(a * e0 + b * e1 for a, b in zip(mine, other, strict=True))))
+        sums = to + Int64(head * 128 + t * 32)
+        sync.st_words(sums, words[:4])
+        sync.st_words(sums + 16, words[4:])
         publish_stats(k, head, top, den[h] * e0 + den1 * e1, to)
 
 
 @cute.jit
 def publish_stats(k: cutlass.Constexpr, head: Int32, top: Float32, den: Float32, to: Int64):
     if (k.lane & 3) == 0:
-        at = to + Int64(k.c.group_heads * 256 + head * 8)
+        at = to + Int64(k.c.group_heads * 128 + head * 8)
         sync.st_words(at, [sync.as_bits(top), sync.as_bits(den)])
 
 
-# -- the tail: one row, key by key -------------------------------------------------------------
-@cute.jit
-def key_row(k: cutlass.Constexpr, i: Int32, first: Int32, path0: Uint32, path1: Uint32,
-            tail: Int32):  # fmt: skip
-    """(shared address of the K row, of the V row) of tail key i. The buffers are aligned so that
-    bits 7 to 9 of an address are the row number's low bits, which the swizzle needs."""
-    pos = first + i
-    stage = tail + ((pos >> 6) - k.tail_first)
-    if stage >= k.ring.n:
-        stage = stage - k.ring.n
-    at = k.ring.base + stage * k.ring.stage_bytes + (pos & 63) * 128
-    apart = Int32(PAGE * 128)
-    if pos >= k.committed:
-        d = pos - k.committed
-        path = path0
-        if d >= 8:
-            path = path1
-        at = k.attn_new + Int32((path >> Uint32((d & 7) * 4)) & Uint32(15)) * 128
-        apart = Int32(16 * 128)
-    return at, at + apart
-
-
-def dot_row(k, head, at):
-    """One key's 64 products in one order."""
-    total = Float32(0.0)
-    for piece in range(8):
-        words = sync.lds_words(at + ((piece << 4) ^ ((at >> 3) & 0x70)))
-        q = []
-        for part in range(2):
-            q += sync.lds_quad(k.attn_q + (head * 64 + piece * 8 + part * 4) * 4)
-        for e in range(4):
-            lo, hi = unpack_pair(words[e])
-            total = hi * q[2 * e + 1] + (lo * q[2 * e] + total)
-    return total
-
-
-@cute.jit
-def tail_scores(k: cutlass.Constexpr, head: Int32, n: Int32, first: Int32, path0: Uint32,
-                path1: Uint32, tail: Int32, scale: cutlass.Constexpr):  # fmt: skip
-    """Lane-parallel scores of the row's tail keys; returns their maximum. (probability fp32,
-    address of the V row) of every key go to shared memory; beyond n the probability is 0 and the
-    row a readable one, so that the sums below may run over whole groups of keys."""
-    top = Float32(NEG_INF)
-    at = k.attn_p + (head * TAIL_KEYS + k.lane) * 8
-    rounds = (n + 31) >> 5
-    for r in cutlass.range(rounds, unroll=1):
-        i = k.lane + 32 * r
-        key, value_row = key_row(k, cutlass.min(i, n - 1), first, path0, path1, tail)
-        score = sync.choose(i < n, dot_row(k, head, key) * scale, NEG_INF)
-        sync.sts_pair(at + 256 * r, score, sync.as_float(value_row))
-        top = cutlass.max(top, score)
-    for shift in cutlass.range_constexpr(5):
-        top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift))
-    for r in cutlass.range(rounds, unroll=1):
-        sync.sts(at + 256 * r, exp2(sync.lds(at + 256 * r) - top))
-    cute.arch.sync_warp()
-    return top
-
-
-def add_values(k, at, den, o0, o1):
-    """TAIL_STEP keys, one by one; loads first, so that their latencies overlap."""
-    pairs = [sync.lds_pair(at + 8 * i) for i in range(TAIL_STEP)]
-    words = []
-    for _, row in pairs:
-        row = sync.as_int(row)
-        words.append(sync.lds_word(
-            row + (((k.lane >> 2) << 4) ^ ((row >> 3) & 0x70)) + (k.lane & 3) * 4
-        ))  # fmt: skip
-    for (p, _), word in zip(pairs, words, strict=True):
-        lo, hi = unpack_pair(word)
-        den, o0, o1 = den + p, o0 + p * lo, o1 + p * hi
-    return den, o0, o1
-
-
-@cute.jit
-def tail_values(k: cutlass.Constexpr, head: Int32, n: Int32):
-    """Sums over the tail in position order; this lane's dimensions 2 lane, 2 lane + 1."""
-    den, o0, o1 = Float32(0.0), Float32(0.0), Float32(0.0)
-    at = k.attn_p + head * TAIL_KEYS * 8
-    for _ in cutlass.range((n + TAIL_STEP - 1) // TAIL_STEP, unroll=1):
-        den, o0, o1 = add_values(k, at, den, o0, o1)
-        at = at + TAIL_STEP * 8
-    return den, o0, o1
-
-
-@cute.jit
-def stage_query(k: cutlass.Constexpr, head: Int32, row: Int32, q: cute.Tensor):
-    """One row of Q, from the A fragments, as fp32 in K's order."""
-    if (k.lane >> 2) == (row & 7):
-        for v in cutlass.range_constexpr(4):  # k16 step
-            for pair in cutlass.range_constexpr(2):
-                low, high = q[v * 4 + pair * 2], q[v * 4 + pair * 2 + 1]
-                lo, hi = unpack_pair(sync.select(row >= 8, high, low))
-                place = v * 16 + pair * 8 + 2 * (k.lane & 3)
-                sync.sts_pair(k.attn_q + (head * 64 + place) * 4, lo, hi)
-    cute.arch.sync_warp()
-
-
-@cute.jit
-def run_tail(k: cutlass.Constexpr, head: Int32, q: cute.Tensor, stage: Int32, parity: Int32,
-             scale: cutlass.Constexpr):  # fmt: skip
-    """The tail of row `split`; leaves (maximum, denominator) and 64 sums for the merging warp.
-    Returns a word that depends on everything read from the ring."""
-    tail = stage
-    for i in cutlass.range(k.tail_count, unroll=1):
-        sync.wait_parity(k.ring.full + stage * 8, parity)
-        stage, parity = advance(k.ring, stage, parity)
-    pos, first, path0, path1 = ptx_read(
-        "ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
-        [Int32, Int32, Uint32, Uint32],
-        k.attn_rows + k.split * 16,
-    )
-    stage_query(k, head, k.split, q)
-    n = pos - first + 1
-    if cutlass.const_expr(not k.c.tail):
-        n = Int32(1)
-    top = tail_scores(k, head, n, first, path0, path1, tail, scale)
-    den, o0, o1 = tail_values(k, head, n)
-    sync.sts_pair(k.attn_q + (head * 64 + 2 * k.lane) * 4, o0, o1)  # Q's place: it has been read
-    if k.lane == 0:
-        sync.sts_pair(k.attn_p + head * TAIL_KEYS * 8, top, den)
-    return sync.as_bits(o0) | sync.as_bits(o1) | sync.as_bits(top)
-
-
+# -- words in and merging ---------------------------------------------------------------------
 @cute.jit
 def take_new_rows(k: cutlass.Constexpr, kv: Int64, q: cute.Tensor, q_at: Int64):
     """This warp's Q fragments, and this step's K and V rows of the kv head into shared memory, in
@@ -310,42 +187,56 @@ def take_new_rows(k: cutlass.Constexpr, kv: Int64, q: cute.Tensor, q_at: Int64):
             sync.sts_words(k.attn_new + (k.tid + r * threads) * 16, words)
 
 
-# -- merging -----------------------------------------------------------------------------------
 def ask_merge(k, u, sums_at, stats_at):
-    """One round of loads; returns the largest word. A lane has 4 dimensions of every second split,
+    """One round of loads; returns the largest word. A lane has 8 dimensions of every fourth split,
     and the statistics of one."""
-    n = k.c.splits // 2
+    n = k.c.splits // 4
     for i in range(n):
-        for e, v in enumerate(sync.ld_words(sums_at + Int64(2 * i * k.c.part_bytes))):
+        for e, v in enumerate(sync.ld_words(sums_at + Int64(4 * i * k.c.part_bytes))):
             u[4 * i + e] = v
     u[4 * n], u[4 * n + 1] = sync.ld_pair_words(stats_at)
     return sync.largest([u[i] for i in range(4 * n + 2)])
 
 
-def merge_splits(k, u, top_tail, den_tail, tail_at):
-    """Even splits and odd splits ascending, then the two, then the tail; this lane's 4 outputs."""
-    n, top = k.c.splits // 2, sync.as_float(u[2 * k.c.splits])
-    den = sync.as_float(u[2 * k.c.splits + 1])
+def merge_splits(k, u, head, top_tail, den_tail):
+    """Splits of equal remainder mod 4 ascending, then the four sums in pairs, then the tail; four
+    words of this lane's 8 outputs."""
+    c = k.c
+    n, top = c.splits // 4, sync.as_float(u[c.splits])
+    den = sync.as_float(u[c.splits + 1])
     for shift in range(5):
-        top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift))
-    top = cutlass.max(top, top_tail)
-    e = exp2(sync.as_float(u[2 * k.c.splits]) - top)
-    den = sync.choose(k.lane < k.c.splits, den * e, 0.0)
+        top = sync.maximum([top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift)])
+    top = sync.maximum([top, top_tail])
+    e = exp2(sync.as_float(u[c.splits]) - top)
+    den = sync.choose(k.lane < c.splits, den * e, 0.0)
     for shift in range(5):
         den = den + cute.arch.shuffle_sync_bfly(den, offset=1 << shift)
     e_tail = exp2(top_tail - top)
-    den = den + den_tail * e_tail
-    o = [Float32(0.0)] * 4
+    inverse = 1.0 / (den + den_tail * e_tail)
+    o = [Float32(0.0)] * 8
     for i in range(n):
-        factor = cute.arch.shuffle_sync(e, 2 * i + (k.lane >> 4))
-        for d in range(4):
-            o[d] = o[d] + sync.as_float(u[4 * i + d]) * factor
-    o_tail, inverse = sync.lds_quad(tail_at), 1.0 / den
-    for d in range(4):
-        other = cute.arch.shuffle_sync_bfly(o[d], offset=16)
-        even, odd = sync.choose(k.lane < 16, o[d], other), sync.choose(k.lane < 16, other, o[d])
-        o[d] = (even + odd + o_tail[d] * e_tail) * inverse
-    return o
+        factor = cute.arch.shuffle_sync(e, 4 * i + (k.lane >> 3))
+        for w in range(4):
+            pair = unpack_pair(u[4 * i + w])
+            for d in range(2):
+                o[2 * w + d] = o[2 * w + d] + pair[d] * factor
+    words = []
+    for w in range(4):
+        tail = sync.lds_pair(k.attn_q + (head * 64 + merge_dim(k, w)) * 4)
+        for d in range(2):
+            # x + y is the same either way round: every lane has one and the same total
+            v = o[2 * w + d]
+            v = v + cute.arch.shuffle_sync_bfly(v, offset=8)
+            v = v + cute.arch.shuffle_sync_bfly(v, offset=16)
+            o[2 * w + d] = (v + tail[d] * e_tail) * inverse
+        words.append(bf16_pair(o[2 * w], o[2 * w + 1]))
+    return words
+
+
+def merge_dim(k, w):
+    """First dimension of word w of this lane's four: see `publish_part`."""
+    place = (k.lane & 7) * 4 + w
+    return (place & 7) * 8 + (place >> 3) * 2
 
 
 # -- the phase ---------------------------------------------------------------------------------
@@ -390,12 +281,11 @@ def run_blocks(k: cutlass.Constexpr, q: cute.Tensor, m: cute.Tensor, den: cute.T
 def merge_row(k: cutlass.Constexpr, head: Int32, cur: Int64):
     """Wait for all splits' words of row `split`, then for the tail; publish the output row."""
     c, b = k.c, Buffers.of(k.c)
-    u = cute.make_rmem_tensor(cute.make_layout(2 * c.splits + 2), Uint32)
+    u = cute.make_rmem_tensor(cute.make_layout(c.splits + 2), Uint32)
     base = cur + b.part + Int64((k.kv_head * 16 + k.split) * (c.splits * c.part_bytes))
-    dim = (k.lane & 15) * 4
-    sums_at = base + Int64((k.lane >> 4) * c.part_bytes + (head * 64 + dim) * 4)
+    sums_at = base + Int64((k.lane >> 3) * c.part_bytes + head * 128 + (k.lane & 7) * 16)
     split = cutlass.min(k.lane, c.splits - 1)
-    stats_at = base + Int64(split * c.part_bytes + c.group_heads * 256 + head * 8)
+    stats_at = base + Int64(split * c.part_bytes + c.group_heads * 128 + head * 8)
     missing = sync.any_lane_empty(ask_merge(k, u, sums_at, stats_at))
     tries, since = Int32(0), Int64(0)
     if cutlass.const_expr(c.handoff == "words"):
@@ -406,10 +296,10 @@ def merge_row(k: cutlass.Constexpr, head: Int32, cur: Int64):
     sync.consumer_sync(c.warps * 32)  # the tail is done
     stamp(k, 6)
     top, den = sync.lds_pair(k.attn_p + head * TAIL_KEYS * 8)
-    o = merge_splits(k, u, top, den, k.attn_q + (head * 64 + dim) * 4)
-    col = (k.kv_head * c.group_heads + head) * 64 + dim
-    put_word(k, k.lane < 16, cur + b.a, k.split, col, bf16_pair(o[0], o[1]))
-    put_word(k, k.lane < 16, cur + b.a, k.split, col + 2, bf16_pair(o[2], o[3]))
+    words = merge_splits(k, u, head, top, den)
+    col = (k.kv_head * c.group_heads + head) * 64
+    for w in cutlass.range_constexpr(4):
+        put_word(k, k.lane < 8, cur + b.a, k.split, col + merge_dim(k, w), words[w])
     stamp(k, 7)
 
 
@@ -417,7 +307,7 @@ def merge_row(k: cutlass.Constexpr, head: Int32, cur: Int64):
 def release_tail(k: cutlass.Constexpr, stage: Int32, seen: Uint32):
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        for i in cutlass.range(k.tail_count, unroll=1):
+        for _ in cutlass.range(k.tail_count, unroll=1):
             sync.release_after(k.ring.empty + stage * 8, [seen], k.zero)
             stage = stage + 1
             if stage == k.ring.n:
@@ -464,7 +354,7 @@ def run_attention(k: cutlass.Constexpr, cur: Int64, stage: Int32, parity: Int32)
                 release_tail(k, stage, Uint32(0))
                 merge_row(k, head, cur)
         if k.split < 16:
-            for i in cutlass.range(k.tail_count, unroll=1):
+            for _ in cutlass.range(k.tail_count, unroll=1):
                 stage, parity = advance(k.ring, stage, parity)
         else:
             sync.consumer_sync(c.warps * 32)

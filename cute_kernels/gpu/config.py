@@ -1,7 +1,7 @@
-"""What a decode step computes and who computes it: shapes, compile-time choices, tile assignment.
+"""What a decode step computes: shapes and compile-time choices.
 
 Host-side and free of cutlass: the same description drives packing, the device code, the tests and
-the roofline columns of the reports.
+the roofline columns of the reports. Who computes what: tiles.py.
 
 Words. A matrix [N, K] is cut into *tiles* of 8 output columns. A tile's slice of K that one CTA
 multiplies in one go is a *unit*: 8 x `slab` bf16 values, stored in MMA fragment order. Where
@@ -132,8 +132,9 @@ class Config:
     split / down_split: CTAs that share the K of a tile, in all other matrices / in `down`; they
     form a team. exchange: how a team adds its partial sums, "cluster" (DSMEM; a team is a cluster)
     or "global" (words as flags in device memory; `down` only).
-    passes: slabs of `down` per CTA. inflight, hungry, l2_copies, l2_pace_ns: see ring.py. probe: poll one vector per lane
-    before asking for all, where there are more than `ask_at_once`. attention: tree attention between qkv and o, in `splits` parts of the
+    passes: slabs of `down` per CTA. inflight, hungry, l2_copies, l2_pace_ns: see ring.py.
+    probe: poll one vector per lane before asking for all, where there are more than `ask_at_once`.
+    attention: tree attention between qkv and o, in `splits` parts of the
     context (without it: a GEMM skeleton); tail: False leaves the key-by-key part out, wrong on
     purpose, to see what it costs.
     """
@@ -162,7 +163,8 @@ class Config:
     attention: bool = False
     splits: int = 16
     tail: bool = True
-    handoff: str = "words"  # or "counter": one grid barrier a phase; "none": wrong on purpose
+    handoff: str = "words"  # or "none": nobody waits, wrong on purpose
+    dry: bool = False  # no copies into the ring: wrong on purpose, the consumers alone
     shared_code: bool = False  # one body of code per Family, not per matrix
     phase: str = ""  # one phase as a kernel of its own, for graph baselines
     arch: str = "sm_90a"
@@ -179,9 +181,7 @@ class Config:
         }
         self._check(self.rows == 8 or self.rows % 16 == 0, "rows", "8 or a multiple of 16")
         self._check(self.warps % self.row_warps == 0, "row_warps", f"a divisor of {self.warps}")
-        self._check(
-            self.m_tiles % self.row_warps == 0, "row_warps", f"a divisor of {self.m_tiles}"
-        )
+        self._check(self.m_tiles % self.row_warps == 0, "row_warps", f"a divisor of {self.m_tiles}")
         gemms = []
         for name, (cols, k) in sizes.items():
             split = self.down_split if name == "down" else self.split
@@ -245,7 +245,7 @@ class Config:
     # -- derived sizes
     @property
     def team(self) -> int:
-        """CTAs that share the K of `down`: neighbours, CTA r of a team finishes every team-th tile."""
+        """CTAs that share the K of `down`. Neighbours; each finishes every team-th tile."""
         return max(self.split, self.down_split)
 
     @property
@@ -323,8 +323,8 @@ class Config:
 
     @property
     def part_bytes(self) -> int:
-        """A split's words for one row and kv head: 64 sums, maximum and denominator per head."""
-        return -(-self.group_heads * 66 * 4 // 16) * 16
+        """A split's words for a row and kv head: per head 64 bf16 sums, maximum, sum."""
+        return -(-self.group_heads * (128 + 8) // 16) * 16
 
     @property
     def acc_groups(self) -> int:
@@ -388,85 +388,3 @@ class AttentionSmem:
         sizes = (16 * 32 * 8, 16 * 256, heads * 64 * 4, heads * TAIL_KEYS * 8, 16 * 16)
         ends = np.cumsum(sizes).tolist()
         return cls(0, *ends)
-
-
-# -- activation buffers ------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Buffers:
-    """Byte offsets of one copy of the activation buffers in `act`: q, y, h, x (bf16, A fragment
-    order), the partial sums of `down` (fp32 [tiles, team, row tiles, 128] as pairs), and with
-    attention: kv ([kv heads, K and V, 16 rows, 128 bytes]), a (its output, as q) and part
-    ([kv heads, 16 rows, splits, part_bytes])."""
-
-    q: int
-    y: int
-    h: int
-    x: int
-    parts: int
-    kv: int
-    a: int
-    part: int
-    bytes: int
-
-    @classmethod
-    def of(cls, c: Config) -> "Buffers":
-        s = c.shape
-        at, sizes = [0], (s.qkv, s.hidden, s.ffn, s.hidden)
-        for cols in sizes:
-            at.append(at[-1] + -(-cols // CHUNK) * c.chunk_bytes)
-        parts = c.gemm("down").tiles * c.team * c.m_tiles * 512 if c.exchange == "global" else 0
-        at.append(at[-1] + parts)
-        more = (0, 0, 0)
-        if c.attention:
-            a = s.heads * s.head_dim // CHUNK * c.chunk_bytes
-            part = s.kv_heads * 16 * c.splits * c.part_bytes
-            more = (s.kv_heads * 16 * 256, a, part)
-        for n_bytes in more:
-            at.append(at[-1] + n_bytes)
-        return cls(*at)
-
-
-# -- tile assignment ---------------------------------------------------------------------------
-def tile_stride(c: Config, name: str) -> int:
-    """Distance of a CTA's consecutive tiles: `o` follows the ownership of `down`, so that the
-    residual of a column never leaves its CTA."""
-    return c.team if name == "o" and c.split == 1 else 1
-
-
-def make_plan(c: Config, layers: int) -> np.ndarray:
-    """plan[cta, phase] = (first tile, tiles, copies, bytes a copy), int32.
-
-    Phases are 4 per layer and the head. Tiles of a split matrix belong to a team; CTA r of a
-    team finishes tiles r, r + team, ... of its `down`, and `o` follows. Elsewhere tiles are
-    consecutive, and a remainder goes to those with the shortest streams so far.
-    """
-    plan = np.zeros((c.ctas, 4 * layers + 1, 4), np.int32)
-    load = np.zeros(c.ctas)
-    rank, team = np.arange(c.ctas) % c.team, np.arange(c.ctas) // c.team
-    owned = c.team_tiles("down")
-    owned_first = np.cumsum(owned) - owned
-    for p, name in enumerate([*LAYER_KINDS] * layers + ["lm"]):
-        g = c.gemm(name)
-        if name in ("o", "down"):
-            first, n = owned_first[team], owned[team]
-            if g.split == 1:
-                first, n = first + rank, (n - rank + c.team - 1) // c.team
-        else:
-            width = g.split
-            units = load.reshape(-1, width)[:, 0]
-            n = np.full(len(units), g.tiles // len(units))
-            n[np.argsort(units, kind="stable")[: g.tiles % len(units)]] += 1
-            first = np.repeat(np.cumsum(n) - n, width)
-            n = np.repeat(n, width)
-        plan[:, p, 0], plan[:, p, 1] = first, n
-        plan[:, p, 2] = n * g.passes * g.copies_per_unit
-        plan[:, p, 3] = g.copy_bytes
-        load += n * g.passes * g.unit_bytes
-    return plan
-
-
-def step_bytes(c: Config, layers: int | None = None) -> int:
-    """bf16 weight bytes that a step must read."""
-    layers = c.shape.layers if layers is None else layers
-    per_layer = sum(c.gemm(k).cols * c.gemm(k).k * 2 for k in LAYER_KINDS)
-    return layers * per_layer + c.gemm("lm").cols * c.gemm("lm").k * 2

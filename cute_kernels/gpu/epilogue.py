@@ -23,7 +23,7 @@ from cute_kernels.gpu.config import KINDS, TILE
 from cute_kernels.gpu.fragments import bf16_pair, put_word
 from cute_kernels.gpu.rotary import put_qkv
 
-QKV, O, GU, DOWN, LM = range(5)  # noqa: E741 - the projection's usual name
+QKV, O, GU, DOWN, LM = range(5)
 NORMED = ("qkv", "gu", "lm")
 
 
@@ -236,9 +236,7 @@ def finish_global(
     the threads of its slot, so that own parts stay in the thread that made them."""
     c = k.c
     if k.j == k.rank:
-        u = cute.make_rmem_tensor(
-            cute.make_layout(2 * c.own_tiles * c.m_tiles * f.split), Uint32
-        )
+        u = cute.make_rmem_tensor(cute.make_layout(2 * c.own_tiles * c.m_tiles * f.split), Uint32)
         worst = ask_parts(k, f, u, tile0, n, parts)
         tries, since = Int32(0), Int64(0)
         while worst == Uint32(sync.EMPTY):
@@ -283,6 +281,4 @@ def finish_group(
                 for q in cutlass.range_constexpr(f.split):
                     p0, p1 = sync.lds_pair(inbox_at(k, slot, k.j, q) + m * 512 + k.pair)
                     v0, v1 = v0 + p0, v1 + p1
-                epilogue(
-                    k, f.split_names, kind, tile0 + index, index // f.split, m, v0, v1, dst
-                )
+                epilogue(k, f.split_names, kind, tile0 + index, index // f.split, m, v0, v1, dst)

@@ -30,8 +30,13 @@ def unpack_pair(word):
     )
 
 
+def exp2(x):
+    """One instruction; `cute.math.exp2` scales denormals around it."""
+    return ptx_read("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
+
+
 def constant(v):  # mma takes no immediates
-    return ptx_read("mov.b32 {$w0}, %d;" % v, [Uint32])
+    return ptx_read(f"mov.b32 {{$w0}}, {v};", [Uint32])
 
 
 @cute.jit

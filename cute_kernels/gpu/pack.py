@@ -10,7 +10,8 @@ import math
 
 import numpy as np
 
-from cute_kernels.gpu.config import CHUNK, LAYER_KINDS, TILE, Config, make_plan, tile_stride
+from cute_kernels.gpu.config import CHUNK, LAYER_KINDS, TILE, Config
+from cute_kernels.gpu.tiles import make_plan, tile_stride
 
 
 def _axes(x, order):

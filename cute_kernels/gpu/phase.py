@@ -23,12 +23,8 @@ from cute_kernels.gpu.step import (
 
 
 @cute.jit
-def produce_phase(
-    k: cutlass.Constexpr, stream: Int64, offsets: Int64, at: Int32, phase: Int32
-):
-    first = gemm.ptx_read(
-        "ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], offsets + Int64(at) * 8
-    )
+def produce_phase(k: cutlass.Constexpr, stream: Int64, offsets: Int64, at: Int32, phase: Int32):
+    first = gemm.ptx_read("ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], offsets + Int64(at) * 8)
     _, _, copies, n_bytes = plan_entry(k, phase)
     zero = Int32(0)
     produce(
@@ -38,9 +34,7 @@ def produce_phase(
 
 
 @cute.jit
-def consume_phase(
-    k: cutlass.Constexpr, src: Int64, dst: Int64, residual: Int64, phase: Int32
-):
+def consume_phase(k: cutlass.Constexpr, src: Int64, dst: Int64, residual: Int64, phase: Int32):
     c = k.c
     keeps = c.phase in ("o", "down")
     sync.wait_for_prerequisites()
@@ -49,9 +43,7 @@ def consume_phase(
         sync.consumer_sync(c.warps * 32)
     zero = Int32(0)
     kind = Int32(KINDS.index(c.phase))
-    run_phase(
-        k, c.families[0], kind, phase, src, dst, Int64(0), zero, zero, zero, zero, zero, zero
-    )
+    run_phase(k, c.families[0], kind, phase, src, dst, Int64(0), zero, zero, zero, zero, zero, zero)
     if cutlass.const_expr(keeps):
         sync.consumer_sync(c.warps * 32)
         store_residual(k, residual, Int32(1))
@@ -83,9 +75,13 @@ def make_phase(c: Config, blocks_per_sm: int = 1):
         sync.let_dependents_start()
         init_barriers(k)
         if k.wid >= c.warps:
+            if cutlass.const_expr(c.setmaxnreg):
+                cute.arch.setmaxregister_decrease(40)
             if k.wid == c.warps:
                 produce_phase(k, stream, offsets, bid * phases + phase, phase)
         else:
+            if cutlass.const_expr(c.setmaxnreg):
+                cute.arch.setmaxregister_increase(232)
             consume_phase(k, src, dst, residual, phase)
         if cutlass.const_expr(c.cluster > 1):
             sync.cluster_sync()

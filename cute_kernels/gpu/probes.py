@@ -101,7 +101,7 @@ def make_barrier(ctas: int, threads: int = 128):
     return launch, [Int64(0)] * 3 + [Int32(0)] * 2, _geometry(ctas, threads)
 
 
-RACE_WARPS, RACE_STAGES, RACE_VECTORS, RACE_LOADS = 8, 3, 4, 12
+RACE_WARPS, RACE_STAGES, RACE_VECTORS, RACE_LOADS = 8, 1, 4, 32
 
 
 def make_ring_race(ctas: int, dependent: bool):
@@ -165,7 +165,7 @@ def make_ring_race(ctas: int, dependent: bool):
         if tid >= RACE_WARPS * 32:
             stage, parity = Int32(0), Int32(0)
             at = stream + Int64(bid) * Int64(copies) * stage_bytes
-            for i in cutlass.range(copies, unroll=1):
+            for _ in cutlass.range(copies, unroll=1):
                 sync.wait_parity(ring.empty + stage * 8, parity ^ 1)
                 fetch(ring, at, Int32(stage_bytes), stage)
                 at = at + stage_bytes

@@ -1,4 +1,4 @@
-"""The weight stream: bulk copies from one contiguous stream per CTA through a ring in shared memory.
+"""The weight stream: bulk copies from a contiguous stream per CTA through a shared-memory ring.
 
 One producer warp issues copies as stages free up and knows nothing of hand-offs, so it runs ahead
 across them. Consumer warps take stages in order and give each back with `release_after`.
@@ -43,20 +43,30 @@ def advance(ring: cutlass.Constexpr, stage: Int32, parity: Int32):
 
 
 @cute.jit
-def fetch(ring: cutlass.Constexpr, at: Int64, n_bytes: Int32, stage: Int32):
+def fetch(
+    ring: cutlass.Constexpr, at: Int64, n_bytes: Int32, stage: Int32, dry: cutlass.Constexpr = False
+):
     """One elected lane copies n_bytes (a multiple of 16) into a stage. In this DSL version a bulk
-    copy does not elect a lane by itself: 32 lanes would over-complete the barrier."""
+    copy does not elect a lane by itself: 32 lanes would over-complete the barrier. dry: only say
+    so, to see what the consumers alone take."""
     with cute.arch.elect_one():
-        sync.expect(ring.full + stage * 8, n_bytes)
-        sync.ptx_do(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-            " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
-            ring.base + stage * ring.stage_bytes,
-            at,
-            n_bytes,
-            ring.full + stage * 8,
-            Uint64(EVICT_FIRST),
-        )
+        if cutlass.const_expr(dry):
+            sync.arrive(ring.full + stage * 8)
+        else:
+            copy_into(ring, at, n_bytes, stage)
+
+
+def copy_into(ring, at, n_bytes, stage):
+    sync.expect(ring.full + stage * 8, n_bytes)
+    sync.ptx_do(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+        ring.base + stage * ring.stage_bytes,
+        at,
+        n_bytes,
+        ring.full + stage * 8,
+        Uint64(EVICT_FIRST),
+    )
 
 
 @cute.jit
@@ -92,7 +102,7 @@ def issue(
                 sync.wait_parity(ring.full + landed * 8, landed_parity)
             landed, landed_parity = advance(ring, landed, landed_parity)
         issued = issued + 1
-    fetch(ring, at, n_bytes, stage)
+    fetch(ring, at, n_bytes, stage, c.dry)
     stage, parity = advance(ring, stage, parity)
     return stage, parity, issued, landed, landed_parity
 

@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.config import Buffers
 from cute_kernels.gpu.fragments import bf16_pair, put_word
+from cute_kernels.gpu.tiles import Buffers
 
 
 def kv_word(row, word):

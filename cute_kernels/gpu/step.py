@@ -17,18 +17,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import attention, gemm, sync
-from cute_kernels.gpu.config import (
-    BLOCK_BYTES,
-    COPIES,
-    KINDS,
-    TILE,
-    Buffers,
-    Config,
-    tile_stride,
-)
+from cute_kernels.gpu.config import BLOCK_BYTES, COPIES, KINDS, TILE, Config
 from cute_kernels.gpu.epilogue import DOWN, GU, LM, O, is_any
 from cute_kernels.gpu.gemm import Core, plan_entry, run_phase
 from cute_kernels.gpu.ring import Ring, init_ring, issue, produce
+from cute_kernels.gpu.tiles import Buffers, tile_stride
 
 
 def carve(c: Config, base, k: Core):
@@ -122,7 +115,7 @@ def run_janitor(k: cutlass.Constexpr, act: Int64, bid: Int32, layers: Int32, ste
     share = -(-size // (16 * k.c.ctas)) * 16  # bytes of a copy that this CTA clears
     first, count, old = bid * share, Int32(0), act + (COPIES - 1) * size
     end = cutlass.min(first + share, size)
-    for layer in cutlass.range(layers * steps, unroll=1):
+    for _ in cutlass.range(layers * steps, unroll=1):
         sync.wait_parity(k.gathered, count & 1)
         if count > 0:  # before the first layer there is nothing to clear
             at = first + k.lane * 16
@@ -148,9 +141,7 @@ def next_copy(k: cutlass.Constexpr, act: Int64, at: Int64):
 
 # -- the roles ---------------------------------------------------------------------------------
 def page_of(k, block):
-    return gemm.ptx_read(
-        "ld.global.nc.b32 {$w0}, [{$r0}];", [Int32], k.pages + Int64(block) * 4
-    )
+    return gemm.ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Int32], k.pages + Int64(block) * 4)
 
 
 def block_address(k, page, layer):

@@ -25,10 +25,11 @@ thing would otherwise hold the device for ever.
 import enum
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 EMPTY = 0xFFFFFFFF
+KEEP = 0x14F0000000000000  # L2 policy evict-last: a word must not be in HBM when it is polled
 DEADLINE_NS = 2_000_000_000
 
 
@@ -69,9 +70,11 @@ def fence_gpu():
 def ld_words(addr):
     """Four words that other SMs write: read where they meet, at L2."""
     return ptx_read(
-        "ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
+        "ld.relaxed.gpu.global.L1::no_allocate.L2::cache_hint.v4.b32"
+        " {{$w0},{$w1},{$w2},{$w3}}, [{$r0}], {$r1};",
         [Uint32] * 4,
         addr,
+        Uint64(KEEP),
     )
 
 
@@ -81,11 +84,13 @@ def ld_missing_words(addr, words, worst):
     return ptx_read(
         "{ .reg .pred q; setp.eq.u32 q, {$r5}, 0xffffffff; mov.b32 {$w0}, {$r1};"
         " mov.b32 {$w1}, {$r2}; mov.b32 {$w2}, {$r3}; mov.b32 {$w3}, {$r4};"
-        " @q ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}]; }",
+        " @q ld.relaxed.gpu.global.L1::no_allocate.L2::cache_hint.v4.b32"
+        " {{$w0},{$w1},{$w2},{$w3}}, [{$r0}], {$r6}; }",
         [Uint32] * 4,
         addr,
         *words,
         worst,
+        Uint64(KEEP),
     )
 
 
@@ -94,19 +99,24 @@ def ld_word(addr):
 
 
 def ld_pair_words(addr):
-    code = "ld.relaxed.gpu.global.L1::no_allocate.v2.b32 {{$w0},{$w1}}, [{$r0}];"
-    return ptx_read(code, [Uint32] * 2, addr)
+    code = (
+        "ld.relaxed.gpu.global.L1::no_allocate.L2::cache_hint.v2.b32 {{$w0},{$w1}}, [{$r0}], {$r1};"
+    )
+    return ptx_read(code, [Uint32] * 2, addr, Uint64(KEEP))
 
 
 def st_word(addr, value):
-    ptx_do("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", addr, value)
+    code = "st.relaxed.gpu.global.L2::cache_hint.b32 [{$r0}], {$r1}, {$r2};"
+    ptx_do(code, addr, value, Uint64(KEEP))
 
 
 def st_words(addr, values):
     """2 or 4 words in one store; each is a flag of its own."""
     n = len(values)
-    names = ",".join("{$r%d}" % (i + 1) for i in range(n))
-    ptx_do("st.relaxed.gpu.global.v%d.b32 [{$r0}], {%s};" % (n, names), addr, *values)
+    names = ",".join(f"{{$r{i + 1}}}" for i in range(n))
+    kind = f"st.relaxed.gpu.global.L2::cache_hint.v{n}.b32 "
+    code = kind + "[{$r0}], {" + names + "}, {$r" + str(n + 1) + "};"
+    ptx_do(code, addr, *values, Uint64(KEEP))
 
 
 def select(condition, a, b):
@@ -135,6 +145,16 @@ def larger(a, b):
     """Unsigned. `cutlass.max` of a Uint32 literal and a register compiles to the signed maximum,
     in which EMPTY is the smallest word of all."""
     return ptx_read("max.u32 {$w0}, {$r0}, {$r1};", [Uint32], a, b)
+
+
+def maximum(values):
+    """Of fp32 values, as a tree; `cutlass.max` takes a comparison and a selection each."""
+    while len(values) > 1:
+        code = "max.f32 {$w0}, {$r0}, {$r1};"
+        pairs = zip(values[::2], values[1::2], strict=False)
+        odd = values[len(values) // 2 * 2 :]
+        values = [ptx_read(code, [Float32], a, b) for a, b in pairs] + odd
+    return values[0]
 
 
 def largest(words):

@@ -62,8 +62,7 @@ class Context:
         gen = torch.Generator("cuda").manual_seed(seed)
         size = (shape.layers, shape.kv_heads, committed, 64)
         keys, values = (
-            torch.randn(size, generator=gen, device="cuda", dtype=torch.bfloat16)
-            for _ in range(2)
+            torch.randn(size, generator=gen, device="cuda", dtype=torch.bfloat16) for _ in range(2)
         )
         return cls(shape, parents, keys, values, seed)
 

@@ -73,5 +73,3 @@ class PhaseGraph(Skeleton):
 
     def step_us(self, few: int = 5, many: int = 25) -> float:
         return super().step_us(few, many)
-
-

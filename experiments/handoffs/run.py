@@ -13,8 +13,9 @@ import traceback
 
 import torch
 
-from cute_kernels.gpu.config import KINDS, Config, step_bytes
+from cute_kernels.gpu.config import KINDS, Config
 from cute_kernels.gpu.load import Kernel
+from cute_kernels.gpu.tiles import step_bytes
 from experiments.handoffs.context import Context, random_tree
 from experiments.handoffs.graph import PhaseGraph
 from experiments.handoffs.skeleton import Skeleton, Weights
@@ -53,7 +54,7 @@ def run(folder: pathlib.Path, names: list[str]) -> dict:
             try:
                 sk = make(folder, name, weights, row)
                 row.update(config=c.tag, check=sk.check())
-            except Exception as e:  # noqa: BLE001 - one variant must not hide the others
+            except Exception as e:
                 row["error"] = f"{type(e).__name__}: {e}"
                 traceback.print_exc()
                 print(f"{name:20s} {row['error']}", flush=True)

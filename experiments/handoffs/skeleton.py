@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from cute_kernels.gpu import pack
-from cute_kernels.gpu.config import COPIES, LAYER_KINDS, Buffers, Config, make_plan
+from cute_kernels.gpu.config import COPIES, LAYER_KINDS, Config
 from cute_kernels.gpu.load import Kernel
+from cute_kernels.gpu.tiles import Buffers, make_plan
 from experiments.handoffs.context import Context, attend
 
 
@@ -79,9 +80,9 @@ def packed(weights: Weights, c: Config, layers: int) -> tuple[torch.Tensor, ...]
     order = torch.from_numpy(rows).cuda()
     names = [*LAYER_KINDS] * layers + ["lm"]
     pieces = [
-        pack.pack_matrix(
-            w[order] if c.attention and name == "qkv" else w, c, name
-        ).reshape(-1, size)
+        pack.pack_matrix(w[order] if c.attention and name == "qkv" else w, c, name).reshape(
+            -1, size
+        )
         for name, w in zip(names, weights.of(layers), strict=True)
     ]
     index, offsets = pack.stream_index(c, layers)

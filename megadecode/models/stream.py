@@ -13,7 +13,8 @@ class TextStream:
 
     A character whose bytes are spread over tokens is held back until it is complete, so no piece
     splits one. All pieces together equal `tokenizer.decode(all ids)`: control tokens give no text,
-    broken bytes give U+FFFD as they would there.
+    broken bytes give U+FFFD as they would there. Ids beyond the tokenizer's vocabulary, which a
+    padded output matrix can yield, give no text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -22,7 +23,10 @@ class TextStream:
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that became complete with these tokens; may be empty."""
-        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, ids)))
+        known = self._tokenizer.vocab_size
+        return self._decoder.decode(
+            b"".join(self._tokenizer.token_bytes(token) for token in ids if token < known)
+        )
 
     def finish(self) -> str:
         """What an unfinished character leaves behind. The stream is then ready for another text."""

@@ -27,7 +27,6 @@ PHASES = {
     "gate_up": phases.gate_up,
     "down": phases.down,
     "head": phases.head,
-    "select": phases.select,
 }
 
 
@@ -177,7 +176,6 @@ class Step:
             for name in LAYER_PHASES:
                 self.phase(name, layer, threads)
         self.phase("head", 0, threads)
-        self.phase("select", 0, threads)
         return self.acts.logits[: self.batch.count[1], : self.config.vocab].copy()
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from cpu_step import TINY, Segment, Step
+from tree_cases import bush, chain
 
 from cute_kernels.cpu import attention
 from megadecode import canonical
@@ -15,21 +16,6 @@ from megadecode.canonical import BLOCK, DEEPEST, SPLIT_BLOCKS, attend
 D = 8
 SPLIT = SPLIT_BLOCKS * BLOCK
 OFFSETS = (60, 61, 62, 63, 64, 65)  # n mod 64 in {60..63, 0, 1}
-
-
-def chain(rows: int) -> list[int]:
-    return list(range(-1, rows - 1))
-
-
-def bush(rows: int, rng: np.random.Generator, deep: float = 0.6) -> list[int]:
-    """Random parents; `deep`: how often the newest row is one."""
-    parents, depths = [-1], [0]
-    while len(parents) < rows:
-        parent = len(parents) - 1 if rng.random() < deep else int(rng.integers(len(parents)))
-        if depths[parent] < DEEPEST:
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-    return parents
 
 
 class Case:

@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 from cpu_step import TINY, Segment, Step
+from tree_cases import bush
 
 from cute_kernels.cpu import pack
 from cute_kernels.cpu.compact import compact_kv
@@ -74,16 +75,6 @@ def test_the_scratch_of_a_worker_is_large_enough() -> None:
     for size in (32, 64, 128, 256):
         config = dataclasses.replace(TINY, hidden=32, heads=1, kv_heads=1, head_dim=size)
         assert pack.scratch_words(config, 1) >= MAX_DEPTH * size
-
-
-def bush(rows: int, rng: np.random.Generator) -> list[int]:
-    parents, depths = [-1], [0]
-    while len(parents) < rows:
-        parent = len(parents) - 1 if rng.random() < 0.6 else int(rng.integers(len(parents)))
-        if depths[parent] < MAX_DEPTH:
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-    return parents
 
 
 def test_many_rounds_of_trees_leave_the_bits_of_plain_decoding() -> None:

@@ -72,7 +72,6 @@ def test_neighbours_change_no_bit(
     got = step.run(segments, wanted, threads)
     rows = [200, 5, 179, 77, 81]
     np.testing.assert_array_equal(got, one_by_one[rows])
-    np.testing.assert_array_equal(step.acts.token[:5], one_by_one[rows].argmax(1))
 
 
 def test_bf16_weights_compute_what_their_rounded_values_say(tokens: np.ndarray) -> None:
@@ -119,30 +118,4 @@ def test_each_phase_runs_with_more_workers_than_work(tokens: np.ndarray) -> None
         for name in LAYER_PHASES:
             step.phase(name, 1)
         step.phase("head")
-        step.phase("select")
     np.testing.assert_array_equal(few.acts.logits[0], many.acts.logits[0])
-    assert few.acts.token[0] == many.acts.token[0]
-
-
-def test_select(one_by_one: np.ndarray) -> None:
-    step = Step()
-    step.load([Segment(0, 0, [1, 2, 3, 4, 5, 6])])
-    logits = step.acts.logits
-    logits[:6] = np.nan  # beyond the vocabulary stays NaN: never looked at
-    logits[:6, : TINY.vocab] = one_by_one[:6]
-    logits[1, 3] = np.nan
-    logits[2, TINY.vocab - 1] = np.inf
-    logits[3, :] = -np.inf
-    logits[3, 9] = -3
-    logits[4, 7] = logits[4, 100] = 50
-    step.phase("select")
-    row = one_by_one[0].astype(np.float64)
-    expected = row.max() - np.log(np.exp(row - row.max()).sum()) - row.max()
-    assert step.acts.token[0] == row.argmax()
-    assert step.acts.logprob[0] == pytest.approx(expected, rel=1e-6)
-    assert (step.acts.token[1:3] == -1).all()
-    assert np.isnan(step.acts.logprob[1:3]).all()
-    assert step.acts.token[3] == 9
-    assert step.acts.logprob[3] == 0
-    assert step.acts.token[4] == 7
-    assert step.acts.logprob[4] == pytest.approx(-np.log(2), rel=1e-6)

@@ -84,29 +84,53 @@ def test_what_can_never_fit_the_pages(engine):
     [
         (
             {"max_new_tokens": -1},
-            "max_new_tokens is -1; it must be between 0 and 2**31 - 1",
+            "max_new_tokens is -1; it must be between 0 and 2147483647",
         ),
         (
             {"max_new_tokens": 2**31},
-            "max_new_tokens is 2147483648; it must be between 0 and 2**31 - 1",
+            "max_new_tokens is 2147483648; it must be between 0 and 2147483647",
         ),
         ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5; it must be an integer"),
         ({"max_new_tokens": None}, "max_new_tokens is None; it must be an integer"),
         ({"max_new_tokens": True}, "max_new_tokens is True; it must be an integer"),
-        ({"temperature": 0.7}, "temperature is 0.7; this release decodes greedily: use 0.0"),
-        (
-            {"temperature": float("nan")},
-            "temperature is nan; this release decodes greedily: use 0.0",
-        ),
+        ({"temperature": -0.1}, "temperature is -0.1; it must be between 0 and 100"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be between 0 and 100"),
+        ({"temperature": 10**400}, f"temperature is {10**400}; it must be between 0 and 100"),
         ({"temperature": "0"}, "temperature is '0'; it must be a number"),
+        ({"top_k": -1}, "top_k is -1; it must be between 0 and 2147483647"),
+        ({"top_p": 0}, "top_p is 0; it must be above 0 (top_k=1 is greedy)"),
+        ({"top_p": 1.01}, "top_p is 1.01; it must be between 0 and 1"),
+        ({"min_p": -0.5}, "min_p is -0.5; it must be between 0 and 1"),
+        ({"seed": 2**64}, f"seed is {2**64}; it must be between {-(2**63)} and {2**64 - 1}"),
+        ({"seed": 1.5}, "seed is 1.5; it must be an integer"),
+        (
+            {"min_new_tokens": 9, "max_new_tokens": 8},
+            "min_new_tokens is 9, more than max_new_tokens, 8",
+        ),
+        ({"stop": ""}, "a stop string is ''; it must be text of 1 to 1000 characters"),
+        ({"stop": [5]}, "a stop string is 5; it must be text of 1 to 1000 characters"),
+        ({"stop": 5}, "stop is 5; it must be a sequence of text"),
+        ({"stop": ["a"] * 17}, "17 stop strings; at most 16 fit"),
+        ({"logprobs": 21}, "logprobs is 21; it must be between 0 and 20"),
+        ({"logit_bias": [1]}, "logit_bias is [1]; it must map token ids to numbers"),
+        (
+            {"logit_bias": {3: float("inf")}},
+            "logit_bias[3] is inf; it must be between -10000 and 10000",
+        ),
+        ({"logit_bias": {"a": 1}}, "a logit_bias token id is 'a'; it must be an integer"),
+        (
+            {"logit_bias": dict.fromkeys(range(301), 1.0)},
+            "logit_bias has 301 entries; at most 300 fit",
+        ),
         ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be a sequence of token ids"),
         ({"stop_token_ids": "ab"}, "stop_token_ids is 'ab'; it must be a sequence of token ids"),
         ({"stop_token_ids": ["a"]}, "a stop token id is 'a'; it must be an integer"),
         ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
         (
-            {"top_k": 5, "presence_penalty": 1.0},
-            "unsupported sampling parameter 'top_k', 'presence_penalty'; this release knows "
-            "max_new_tokens, temperature, stop_token_ids, ignore_eos",
+            {"beams": 5, "presence_penalty": 1.0},
+            "unsupported sampling parameter 'beams', 'presence_penalty'; this release knows "
+            "max_new_tokens, temperature, top_k, top_p, min_p, seed, min_new_tokens, stop, "
+            "stop_token_ids, ignore_eos, logprobs, logit_bias",
         ),
     ],
 )
@@ -118,6 +142,18 @@ def test_stop_ids_against_the_model(engine):
     refused(
         ParameterError, "stop token id 200 is outside the vocabulary of 200 tokens",
         engine.submit, [1], SamplingParams(stop_token_ids=(200,)),
+    )  # fmt: skip
+    refused(
+        ParameterError, "logit_bias token id 200 is outside the vocabulary of 200 tokens",
+        engine.submit, [1], SamplingParams(logit_bias={200: 1.0}),
+    )  # fmt: skip
+    refused(
+        PromptError, "model 'tiny' has no tokenizer; give the prompt as token ids",
+        engine.submit, [1], SamplingParams(stop="x"),
+    )  # fmt: skip
+    refused(
+        ParameterError, "timeout is 'x'; it must be a number of seconds, or None",
+        lambda: engine.submit([1], timeout="x"),
     )  # fmt: skip
     refused(
         ParameterError, "33 stop token ids, the model's own included; at most 32 fit",
@@ -147,6 +183,22 @@ def test_stop_ids_against_the_model(engine):
             DeviceUnavailable,
             "device 'cuda' has no kernel in this release; use device='cpu' or 'auto'",
         ),
+        ({"budget": 256}, ParameterError, "budget is 256; it must be between 0 and 255"),
+        ({"budget": "all"}, ParameterError, "budget is 'all'; it must be an integer"),
+        ({"shape": "bush"}, ParameterError, "shape is 'bush'; choose tree or chain"),
+        ({"decode_rows": 0}, ParameterError, "decode_rows is 0; it must be between 1 and 256"),
+        ({"deadline_s": 0}, ParameterError, "deadline_s is 0; it must be above 0"),
+        (
+            {"bogus": 1},
+            ParameterError,
+            "unknown engine option 'bogus'; besides the named ones: decode_rows, max_inflight, "
+            "completion_entries, request_entries, pool_bytes, first_sequence, deadline_s, script",
+        ),
+        (
+            {"park_after_s": float("nan")},
+            ParameterError,
+            "park_after_s is nan; it must be a number of seconds",
+        ),
         (
             {"park_after_s": "soon"},
             ParameterError,
@@ -155,7 +207,7 @@ def test_stop_ids_against_the_model(engine):
         (
             {"completion_entries": 16},
             ValueError,
-            "completion_entries is 16; 4 slots need at least 18: two steps' worst case. Use a "
+            "completion_entries is 16; 4 slots need at least 58: two steps' worst case. Use a "
             "larger ring or fewer slots",
         ),
     ],
@@ -176,3 +228,14 @@ def test_results_time_out_without_ending(engine):
         with pytest.raises(TimeoutError, match=r"the request has not ended within 0\.01 s"):
             request.result(0.01)
     assert request.result(10)
+
+
+def test_never_parking_may_be_said_in_any_way():
+    for never in (float("inf"), -1, 1e12):
+        with tiny_engine(park_after_s=never) as engine:
+            assert greedy(engine, prompt(3), 2)[0]
+
+
+def test_more_memory_than_there_is():
+    with pytest.raises(ParameterError, match=r"no memory for \d+ KV pages \(.* GiB\)"):
+        tiny_engine(ctx=512, kv_tokens=2**31)

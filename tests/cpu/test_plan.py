@@ -19,26 +19,45 @@ def total(work):
     return Cost(*np.sum(costs, axis=0).tolist())
 
 
-def test_program_runs_every_phase_in_order_once_per_layer():
-    got = [(PHASES[number].name, int(layer)) for number, layer in program(3)]
-    body = [p.name for p in PHASES if p.per_layer]
-    want = [("embed", 0)]
-    want += [(name, layer) for layer in range(3) for name in body]
-    want += [("head", 0), ("select", 0)]
-    assert got == want
+def names(*arguments):
+    return [(PHASES[number].name, int(layer)) for number, layer in program(*arguments)]
+
+
+BODY = ["qkv", "attend", "merge", "out_proj", "gate_up", "down"]
+
+
+def test_program_without_a_drafter_is_the_target_alone():
+    want = [("rows", 0), ("embed", 0)]
+    want += [(name, layer) for layer in range(3) for name in BODY]
+    want += [("head", 0), ("decide", 0), ("compact", 0)]
+    assert names(3) == want
+
+
+def test_program_with_a_drafter_has_its_layers_and_taps_in_place():
+    got = names(3, 2, (2, 0))
+    draft = got[: got.index(("rows", 0))]
+    body = ["draft_qkv", "draft_attend", "draft_out_proj", "draft_gate_up", "draft_down"]
+    want = [("draft_fuse", 0), ("draft_context", 0), ("draft_embed", 0)]
+    want += [(name, layer) for layer in range(2) for name in body]
+    want += [("draft_head", 0), ("draft_rank", 0), ("tree", 0)]
+    assert draft == want
+    # The number of a tap is its place in the drafter's list, not the layer.
+    assert got[got.index(("down", 0)) + 1] == ("tap", 1)
+    assert got[got.index(("down", 1)) + 1] == ("qkv", 2)
+    assert got[got.index(("down", 2)) + 1] == ("tap", 0)
 
 
 def test_names_are_unique_and_found():
-    names = [phase.name for phase in PHASES]
-    assert [phase_number(name) for name in names] == list(range(len(names)))
-    assert operation_names(2)[:3] == ["embed", "qkv[0]", "attend[0]"]
+    every = [phase.name for phase in PHASES]
+    assert [phase_number(name) for name in every] == list(range(len(every)))
+    assert operation_names(program(2))[:4] == ["rows", "embed", "qkv[0]", "attend[0]"]
 
 
 def test_what_a_phase_reads_has_been_written_before_it():
-    known = {"kv"}
+    known = {"kv", "d.kv", "features"}  # what a step finds from the steps before it
     for phase in PHASES:
         for name in phase.reads:
-            assert name in known or name.startswith("w."), (phase.name, name)
+            assert name in known or name.startswith(("w.", "d.w.")), (phase.name, name)
         known |= set(phase.writes)
 
 
@@ -55,8 +74,8 @@ def test_flops_are_two_per_weight_and_row_plus_attention():
     head = CONFIG.vocab * CONFIG.hidden
     cost = total(Work(rows=5, head_rows=2, keys=40, key_reads=12))
     attention = 40 * CONFIG.heads * CONFIG.head_dim * 4 * CONFIG.layers
-    select = 4 * 2 * CONFIG.vocab
-    assert cost.flops == 2 * (5 * body + 2 * head) + attention + select
+    decide = 4 * 2 * CONFIG.vocab
+    assert cost.flops == 2 * (5 * body + 2 * head) + attention + decide
     assert cost.kv == 2 * 12 * CONFIG.kv_heads * CONFIG.head_dim * CONFIG.layers
 
 
@@ -65,10 +84,10 @@ def test_the_loop_runs_what_is_declared_and_counts_it():
         engine._parts.trace[:] = 0
         tokens, _ = greedy(engine, prompt(130), 10)
         decode, prefill = engine._parts.trace
-        runs = {phase.name: int(decode[i, 0]) for i, phase in enumerate(PHASES)}
-        assert runs == {
-            phase.name: 9 * (CONFIG.layers if phase.per_layer else 1) for phase in PHASES
-        }
+        runs = {phase.name: int(decode[i, 0]) for i, phase in enumerate(PHASES) if decode[i, 0]}
+        assert runs == dict.fromkeys(BODY, 9 * CONFIG.layers) | dict.fromkeys(
+            ("rows", "embed", "head", "decide"), 9
+        )
         keys = sum(range(131, 140))
         number = phase_number("qkv")
         assert decode[number].tolist()[2:] == [
@@ -76,7 +95,7 @@ def test_the_loop_runs_what_is_declared_and_counts_it():
         ]  # fmt: skip
         assert prefill[number, 2] == 130 * CONFIG.layers
         assert prefill[number, 4] == 130 * 131 // 2 * CONFIG.layers
-        assert (decode[:, 1] > 0).all()
+        assert (decode[decode[:, 0] > 0, 1] > 0).all()
         assert len(tokens) == 10
 
 
@@ -86,7 +105,13 @@ def test_trace_report_names_every_phase_and_its_rates():
         engine.trace(reset=True)
         greedy(engine, prompt(200), 12)
         figures = engine.trace()
-    assert [f.phase for f in figures if f.kind == "decode"] == [p.name for p in PHASES]
+    assert [f.phase for f in figures if f.kind == "decode"] == [
+        "rows",
+        "embed",
+        *BODY,
+        "head",
+        "decide",
+    ]
     for kind in ("decode", "prefill"):
         assert abs(sum(f.share for f in figures if f.kind == kind) - 1) < 1e-9
     down = next(f for f in figures if (f.kind, f.phase) == ("decode", "down"))

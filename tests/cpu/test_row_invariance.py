@@ -1,5 +1,7 @@
 """A request's numbers do not depend on who else is there: tokens, logits and KV, bit for bit."""
 
+import time
+
 import numpy as np
 import pytest
 from tiny_model import greedy, prompt, tiny_engine
@@ -120,12 +122,13 @@ def test_slots_that_take_turns(alone):
 
 
 def test_the_comparison_can_fail(alone):
-    """One changed key is seen."""
-    with tiny_engine(slots=1) as engine:
-        request = engine.submit(TARGET, SamplingParams(max_new_tokens=NEW, ignore_eos=True))
-        while not request._ids:
-            pass
-        with engine.parked():
+    """One changed key is seen. The loop stands still meanwhile: nobody takes its completions."""
+    with tiny_engine(slots=1, completion_entries=32) as engine:
+        with engine._link._lock:
+            request = engine.submit(TARGET, SamplingParams(max_new_tokens=NEW, ignore_eos=True))
+            end = time.monotonic() + 60
+            while engine.stats().pauses == 0 and time.monotonic() < end:
+                time.sleep(0.001)
             pages = engine._parts.target.batch.pages[0]
             engine._parts.target.kv.k[0, pages[0], 0, 0, 0, 0] += 0.25
         assert bits(request.result(10)) != alone[0]

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cpu_step import TINY, Segment, Step
+from tree_cases import bush, chain
 
 from cute_kernels.cpu.attention import SPLIT_BLOCKS
-from cute_kernels.cpu.state import MAX_DEPTH, PAGE
+from cute_kernels.cpu.state import PAGE
 
 SPLIT = SPLIT_BLOCKS * PAGE
 LENGTH = SPLIT + 130
@@ -18,23 +19,8 @@ STARTS = [0, 1, 14, 15, 16, 47, 48, 49, 60, 61, 62, 63, 64, 65, 79, 80, 124, 127
           SPLIT + 15, SPLIT + 63]  # fmt: skip
 
 
-def chain(rows: int) -> list[int]:
-    return list(range(-1, rows - 1))
-
-
 def star(rows: int) -> list[int]:
     return [-1] + [0] * (rows - 1)
-
-
-def bush(rows: int, rng: np.random.Generator, deep: float = 0.5) -> list[int]:
-    """Random parents, no row deeper than MAX_DEPTH; `deep`: how often the newest row is taken."""
-    parents, depths = [-1], [0]
-    while len(parents) < rows:
-        parent = len(parents) - 1 if rng.random() < deep else int(rng.integers(len(parents)))
-        if depths[parent] < MAX_DEPTH:
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-    return parents
 
 
 def comb(rows: int) -> list[int]:

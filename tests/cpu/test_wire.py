@@ -12,9 +12,9 @@ from cute_kernels.cpu.service import (
     drain_requests,
     emit_copied,
     emit_terminal,
-    emit_token,
+    emit_tokens,
 )
-from cute_kernels.cpu.slots import Count, make_sched
+from cute_kernels.cpu.slots import Count, make_decision, make_sched
 from host.ring import FULL, make_staging, push_abort, push_request, take, wait_take
 from host.wire import (
     BLOCK_BYTES,
@@ -38,9 +38,15 @@ def small(first_sequence=0, **sizes):
     return make_wire(**shape)
 
 
+def emit_one(wire, sched, request_id, token, logprob):
+    decision = make_decision(1)
+    decision.token[0, 0], decision.logprob[0, 0] = token, logprob
+    emit_tokens(wire, sched, decision, 0, request_id, 1, 0)
+
+
 def sched_for(wire, first_sequence=0):
     return make_sched(
-        slots=2, ctx=64, pages=4, max_inflight=len(wire.abort), first_sequence=first_sequence
+        slots=2, ctx=64, pages=4, max_inflight=len(wire.abort) // 2, first_sequence=first_sequence
     )
 
 
@@ -111,7 +117,7 @@ def test_completions_arrive_whole_and_in_order(start):
     head, got = start, []
     assert take(wire, head, staging) == 0
     for i in range(60):
-        emit_token(wire, sched, 1000 + i, i, -0.5 * i)
+        emit_one(wire, sched, 1000 + i, i, -0.5 * i)
         if i % 7 == 6:
             while taken := take(wire, head, staging):
                 got += [
@@ -121,6 +127,34 @@ def test_completions_arrive_whole_and_in_order(start):
                 head += taken
             assert completion_room(wire, sched) == 16
     assert got == [(1000 + i, i, -0.5 * i) for i in range(56)]
+
+
+@pytest.mark.parametrize("alternatives", [0, 1, 2, 3, 20])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16])
+def test_pairs_of_a_step_fill_entries_and_no_more_than_the_worst_case(tokens, alternatives):
+    wire = small(completion_entries=256)
+    sched = sched_for(wire)
+    decision = make_decision(2)
+    decision.token[1] = np.arange(16) + 100
+    decision.logprob[1] = -np.arange(16)
+    decision.alternative[1] = np.arange(16 * 20).reshape(16, 20)
+    decision.alternative_logprob[1] = -np.arange(16 * 20).reshape(16, 20)
+    emit_tokens(wire, sched, decision, 1, 7, tokens, alternatives)
+    staging = make_staging(256)
+    taken = take(wire, 0, staging)
+    assert taken == -(-tokens * (1 + alternatives) // 4)
+    assert taken + 2 == step_worst_case(1, tokens, alternatives)
+    pairs = [
+        (int(e["token"][i]), float(e["logprob"][i]))
+        for e in staging[:taken]
+        for i in range(e["pairs"])
+    ]
+    want = []
+    for t in range(tokens):
+        want.append((100 + t, -float(t)))
+        want += [(20 * t + a, -float(20 * t + a)) for a in range(alternatives)]
+    assert pairs == want
+    assert {int(e["accepted"]) for e in staging[:taken]} == {tokens}
 
 
 def test_room_counts_down_and_comes_back():
@@ -207,7 +241,7 @@ def test_waiting_ends_when_something_comes_or_patience_ends():
         ),
         (
             {"pool_bytes": 512},
-            "pool_bytes is 512; one prompt of ctx=64 tokens needs 768",
+            "pool_bytes is 512; one prompt of ctx=64 tokens needs 3168",
         ),
     ],
 )

@@ -1,6 +1,8 @@
 """The kernels of the GPU tests:  python -m tests.gpu.kernels DIR   builds them on any machine.
 
-Then, where the GPU is:  MEGADECODE_CUBINS=DIR python -m pytest tests/gpu
+Then, where the GPU is:
+
+    MEGADECODE_CUBINS=DIR python -m pytest --confcutdir=tests/gpu tests/gpu
 """
 
 import dataclasses
@@ -19,9 +21,7 @@ STEPS = {
     "step-llama-16": Config(SMALL_LLAMA),
     "step-smol-72": Config(SMALL_SMOL, ctas=72, **SMOL),
     "step-smol-132": Config(SMALL_SMOL, ctas=132, **SMOL),
-    "step-llama-pair": Config(
-        SMALL_LLAMA, exchange="cluster", down_split=2, passes=2, stages=12
-    ),
+    "step-llama-pair": Config(SMALL_LLAMA, exchange="cluster", down_split=2, passes=2, stages=12),
     "step-smol-cluster": Config(
         SMALL_SMOL, ctas=120, exchange="cluster", **{**SMOL, "down_split": 4}
     ),
@@ -30,9 +30,7 @@ STEPS = {
 ONE_LAYER = dataclasses.replace(LLAMA_1B, layers=1, vocab=16384)
 ONE_SMOL = dataclasses.replace(SMOLLM2, layers=1, vocab=4096)
 ATTENTION = {
-    "attention-llama": Config(
-        ONE_LAYER, ctas=128, attention=True, stages=12, setmaxnreg=True
-    ),
+    "attention-llama": Config(ONE_LAYER, ctas=128, attention=True, stages=12, setmaxnreg=True),
     "attention-smol": Config(
         ONE_SMOL, attention=True, splits=32, **{**SMOL, "stage_bytes": 16384, "stages": 11}
     ),

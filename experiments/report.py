@@ -1,0 +1,143 @@
+"""Write the README's figures from the result files; nothing there is typed by hand.
+
+python -m experiments.report            # rewrite README.md between its markers
+python -m experiments.report --check    # exit code 1 when it is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """A result file, or None when it has not been made."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _where(result: dict[str, Any]) -> str:
+    cpu = result.get("cpu", "")
+    return f"{cpu + ', ' if cpu else ''}{result['date'][:10]}, revision {result['revision']}"
+
+
+def cpu_speed() -> list[str]:
+    """Decode speed against the rivals: medians of ratios of neighbouring turns."""
+    result = read("cpu_speed")
+    if result is None:
+        return []
+    turns = len(next(iter(result["tok_s"].values())))
+    lines = [
+        f"**Plain greedy decode, {result['model']}, {result['threads']} threads** "
+        f"({_where(result)}; {turns} alternating turns of {result['new_tokens']} "
+        f"tokens; float32 sides agree on every token: "
+        f"{'yes' if result['float32_sides_agree'] else 'no'}).",
+        "",
+        "| against | ours / rival, median | per turn | our tok/s, median |",
+        "|---|---|---|---|",
+    ]
+    for bar in result["bars"]:
+        ratios = " ".join(f"{ratio:.2f}" for ratio in bar["ratios"])
+        rate = median(result["tok_s"][bar["ours"]])
+        lines.append(
+            f"| {bar['rival']} (ours: {bar['ours']}) | {bar['median']:.2f} | "
+            f"{ratios} | {rate:.0f} |"
+        )
+    return lines
+
+
+def ping() -> list[str]:
+    """The loop's ear."""
+    result = read("ping")
+    if result is None:
+        return []
+    f = result["figures"]
+    return [
+        f"**Host to loop and back** ({_where(result)}): {f['spinning_median_us']:.2f} us median "
+        f"with both sides spinning, {f['after_1s_idle_median_us']:.0f} us median and "
+        f"{f['after_1s_idle_max_us']:.0f} us at most after a second of idleness."
+    ]
+
+
+def speculation() -> list[str]:
+    """A step by stage."""
+    result = read("speculation_cost")
+    if result is None:
+        return []
+    stages = list(result["steps"][0]["us"])
+    lines = [
+        f"**A speculative step by stage**, us, {result['model']} at {result['context']} positions, "
+        f"drafter with {result['drafter']} ({_where(result)}). Break-even: tokens a step must "
+        "commit to be worth it.",
+        "",
+        f"| verify rows | step | break-even | {' | '.join(stages)} |",
+        "|---|---|---|" + "---|" * len(stages),
+    ]
+    for step in result["steps"]:
+        cells = " | ".join(f"{step['us'][stage]:.0f}" for stage in stages)
+        lines.append(
+            f"| {step['rows']} | {step['step_us']:.0f} | {step['break_even_tau']:.2f} | {cells} |"
+        )
+    trees = ", ".join(f"{name}: {us:.1f}" for name, us in result["tree_build_us"].items())
+    return [*lines, "", f"Building one tree, us: {trees}."]
+
+
+def handoffs() -> list[str]:
+    """The study behind the GPU kernel."""
+    result = read("handoffs")
+    if result is None:
+        return []
+    shown = {
+        "llama-128": "llama-3.2-1b shapes, 16 rows, GEMMs of 16 layers and head",
+        "llama-1k": "the same with attention over 1k positions",
+        "smol-132": "SmolLM2-135M shapes, 16 rows, GEMMs of 30 layers and head",
+    }
+    lines = [
+        f"**Kernel skeletons on one {result['provenance']['gpu']}** "
+        f"({_where(result['provenance'])}; what they are and what bounds them: "
+        "[experiments/handoffs](experiments/handoffs/README.md)).",
+        "",
+        "| step | us |",
+        "|---|---|",
+    ]
+    for name, what in shown.items():
+        if name in result["variants"]:
+            lines.append(f"| {what} | {result['variants'][name]['us']:.1f} |")
+    return lines
+
+
+def figures() -> str:
+    """Everything between the markers."""
+    parts = [part for part in (cpu_speed(), ping(), speculation(), handoffs()) if part]
+    body = "\n\n".join("\n".join(part) for part in parts)
+    return f"{BEGIN}\n{body}\n{END}"
+
+
+def rewritten(text: str) -> str:
+    """The README's text with the figures of the result files."""
+    start, end = text.index(BEGIN), text.index(END) + len(END)
+    return text[:start] + figures() + text[end:]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    text = README.read_text(encoding="utf-8")
+    new = rewritten(text)
+    if args.check:
+        sys.exit(0 if new == text else "README.md is out of date: python -m experiments.report")
+    README.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
