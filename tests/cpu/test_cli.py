@@ -18,7 +18,7 @@ def command(*words, **options):
         [sys.executable, "-m", "megadecode.cli", *words],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,  # a cold compile on a busy machine
         **options,
     )
 

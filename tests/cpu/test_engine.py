@@ -431,7 +431,7 @@ def test_a_process_may_end_with_a_running_engine():
         cwd=os.path.dirname(__file__),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
@@ -459,7 +459,7 @@ def test_a_stopped_process_is_not_a_hang():
         os.kill(child.pid, signal.SIGSTOP)
         time.sleep(2)
         os.kill(child.pid, signal.SIGCONT)
-        out, _ = child.communicate(timeout=120)
+        out, _ = child.communicate(timeout=800)
     finally:
         child.kill()
     assert (child.returncode, out) == (0, "done\n")
