@@ -38,6 +38,7 @@ class Spelled:
 
     def __init__(self):
         self.config, self.tensor = target().config, target().tensor
+        self.vocab_size = VOCAB
 
     def tokenizer(self):
         return self
