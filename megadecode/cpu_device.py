@@ -202,7 +202,7 @@ def _assemble(
         ranked=make_ranked(o.slots, min(tree_rows - 1, config.vocab)),
         script=o.script,
         trees=make_tree(tree_rows - 1, o.slots),
-        frontiers=tuple(make_frontier(tree_rows - 1) for _ in range(o.workers)),
+        frontiers=make_frontier(tree_rows - 1, o.workers),
         decision=make_decision(o.slots),
         space=make_workspace(o.workers, config.vocab),
         policy=make_policy(),

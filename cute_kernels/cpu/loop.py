@@ -95,7 +95,7 @@ class Loop(NamedTuple):
     ranked: Ranked
     script: Script
     trees: Tree
-    frontiers: tuple[Frontier, ...]
+    frontiers: Frontier
     decision: Decision
     space: Workspace
     policy: Policy

@@ -10,7 +10,7 @@ from cute_kernels.cpu.policy import cut_budget
 from cute_kernels.cpu.slots import AUTO
 from cute_kernels.cpu.state import MAX_DEPTH
 from cute_kernels.cpu.topk import logsumexp, top_k_sorted
-from cute_kernels.cpu.tree import build_tree, tree_of
+from cute_kernels.cpu.tree import build_tree, frontier_of, tree_of
 from host.atomics import fetch_add
 from host.jit import jit
 
@@ -108,7 +108,7 @@ def grow_trees(sched, trees, frontiers, ranked, limits, policy, worker, workers,
             nodes, _ = build_tree(
                 sched.tokens[s, slot.kv_tokens], ranked.ids[s], ranked.logprobs[s],
                 ranked.widths[s], slot.depth, slot.budget, limits.chain == 1, tree,
-                frontiers[worker],
+                frontier_of(frontiers, worker),
             )  # fmt: skip
             if limits.budget == _AUTO:
                 nodes = cut_budget(policy, slot, tree.expected, nodes, rows)

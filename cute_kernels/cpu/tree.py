@@ -82,16 +82,17 @@ def make_tree(nodes: int, slots: int | None = None) -> Tree:
     )
 
 
-def make_frontier(nodes: int) -> Frontier:
-    """Scratch for trees of up to `nodes` nodes; one builder at a time may use it."""
-    n = nodes + 1
+def make_frontier(nodes: int, workers: int | None = None) -> Frontier:
+    """Scratch for trees of up to `nodes` nodes, for one builder at a time; with `workers`, one for
+    each of them (see `frontier_of`)."""
+    lead, n = () if workers is None else (workers,), nodes + 1
     return Frontier(
-        score=np.zeros(2 * n, np.float32),
-        key=np.zeros((2 * n, 2), np.uint64),
-        rank=np.zeros(2 * n, np.int32),
-        origin=np.zeros(2 * n, np.int32),
-        heap=np.zeros(n + 1, np.int32),
-        width=np.zeros(MAX_DEPTH, np.int32),
+        score=np.zeros((*lead, 2 * n), np.float32),
+        key=np.zeros((*lead, 2 * n, 2), np.uint64),
+        rank=np.zeros((*lead, 2 * n), np.int32),
+        origin=np.zeros((*lead, 2 * n), np.int32),
+        heap=np.zeros((*lead, n + 1), np.int32),
+        width=np.zeros((*lead, MAX_DEPTH), np.int32),
     )
 
 
@@ -109,6 +110,19 @@ def tree_of(trees, slot):
         trees.path[slot],
         trees.score[slot],
         trees.expected[slot],
+    )
+
+
+@jit
+def frontier_of(frontiers, worker):
+    """The scratch of one worker, as views into the arrays of all."""
+    return Frontier(
+        frontiers.score[worker],
+        frontiers.key[worker],
+        frontiers.rank[worker],
+        frontiers.origin[worker],
+        frontiers.heap[worker],
+        frontiers.width[worker],
     )
 
 
