@@ -278,8 +278,14 @@ class Engine(AbstractContextManager["Engine"]):
     def trace(self, *, reset: bool = False) -> list[PhaseFigures]:
         """Time per phase since the start or the last reset, against bytes read and operations."""
         parts = self._parts
+        drafter = None
+        if self.drafter is not None:
+            drafter = Shape(*parts.drafter.dims, taps=len(self.drafter.config.taps))
         figures = phase_figures(
-            parts.trace.copy(), Shape(*parts.target.dims), 2 if self.weights == "bf16" else 4
+            parts.trace.copy(),
+            Shape(*parts.target.dims),
+            2 if self.weights == "bf16" else 4,
+            drafter,
         )
         if reset:
             parts.trace[:] = 0

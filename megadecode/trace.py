@@ -31,10 +31,13 @@ class PhaseFigures:
     gflop_s: float
 
 
-def phase_figures(trace: np.ndarray, shape: Shape, weight_bytes: int) -> list[PhaseFigures]:
+def phase_figures(
+    trace: np.ndarray, shape: Shape, weight_bytes: int, drafter: Shape | None = None
+) -> list[PhaseFigures]:
     """From the loop's counters, `[2, phases, columns]` (see `loop.make_trace`).
 
-    `weight_bytes` is the size of one weight; keys and values are fp32.
+    `shape` is the target's, `drafter` the drafter's, whose phases are measured against its own
+    sizes. `weight_bytes` is the size of one weight; keys and values are fp32.
     """
     figures = []
     for kind, table in zip(KINDS, trace):
@@ -42,7 +45,8 @@ def phase_figures(trace: np.ndarray, shape: Shape, weight_bytes: int) -> list[Ph
         for phase, (runs, ns, rows, head_rows, keys, reads) in zip(PHASES, table.tolist()):
             if not runs:
                 continue
-            cost = phase.cost(shape, Work(rows, head_rows, keys, reads))
+            whose = drafter if drafter and phase.segment == "draft" else shape
+            cost = phase.cost(whose, Work(rows, head_rows, keys, reads))
             read = cost.weights * runs * weight_bytes + cost.kv * 4
             figures.append(
                 PhaseFigures(

@@ -119,3 +119,22 @@ def test_trace_report_names_every_phase_and_its_rates():
     bytes_read = CONFIG.ffn * CONFIG.hidden * 4
     assert abs(down.gb_s - bytes_read / (down.us * 1e3)) < 1e-6 * down.gb_s
     assert abs(down.gflop_s - bytes_read / 2 / (down.us * 1e3)) < 1e-6 * down.gflop_s
+
+
+def test_a_drafters_phases_are_measured_against_its_own_sizes():
+    import tiny_drafter as td
+
+    from megadecode import Engine, SamplingParams
+
+    with Engine(td.target(), ctx=256, slots=1, workers=2, draft=td.drafter(), budget=7) as engine:
+        how = SamplingParams(max_new_tokens=20, ignore_eos=True)
+        engine.submit(prompt(30), how).result(60)
+        figures = {f.phase: f for f in engine.trace() if f.kind == "decode"}
+    c = td.DRAFTER
+    for name, elements in (
+        ("draft_down", c.ffn * c.hidden),
+        ("draft_fuse", c.feature_size * c.hidden),
+        ("draft_context", 2 * c.layers * c.kv_heads * c.head_dim * c.hidden),
+    ):
+        figure = figures[name]
+        assert abs(figure.gb_s * figure.us * 1e3 / 4 - elements) < 1e-6 * elements, name
