@@ -470,3 +470,12 @@ def test_sizes_and_counts_are_reported(engine):
     assert stats.pages == -(-(512 + 255 + 3 * 512 + 1) // 64)
     assert stats.launches >= 1
     assert model().config is CONFIG
+
+
+def test_without_a_fitting_drafter_it_says_so_once_and_decodes_plainly(caplog):
+    for _ in range(2):
+        with tiny_engine(draft="auto") as engine:
+            assert engine.drafter is None
+            assert len(greedy(engine, prompt(5), 3)[0]) == 3
+    said = [record.message for record in caplog.records]
+    assert said == ["no drafter belongs to tiny: decoding plainly"]

@@ -45,7 +45,7 @@ def prompt(length, seed=0):
 
 def tiny_engine(**options):
     """An engine on the tiny model with two workers and small rings."""
-    settings = {"ctx": 512, "slots": 4, "workers": 2, "park_after_s": 2.0} | options
+    settings = {"ctx": 512, "slots": 4, "workers": 2, "park_after_s": 2.0, "draft": "off"} | options
     return Engine(model(), **settings)
 
 
