@@ -47,10 +47,13 @@ def run(
 ) -> None:
     """Answer one prompt, streaming."""
     from megadecode.engine import Engine
+    from megadecode.errors import EMPTY, PromptError
     from megadecode.sampling import SamplingParams
     from megadecode.trace import table
 
     text = (sys.stdin.read() if sys.stdin else "") if prompt == "-" else prompt
+    if not text:
+        raise PromptError(EMPTY)
     notes = Console(stderr=True)
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,

@@ -32,7 +32,7 @@ from megadecode.cpu_device import (
 )
 from megadecode.drafter.find import choose_drafter
 from megadecode.drafter.io import Drafter
-from megadecode.errors import ParameterError, PromptError
+from megadecode.errors import EMPTY, ParameterError, PromptError
 from megadecode.models.tokenizer import Tokenizer
 from megadecode.models.weights import Weights
 from megadecode.options import check_device, seconds, size
@@ -320,7 +320,7 @@ class Engine(AbstractContextManager["Engine"]):
     # -- inside -----------------------------------------------------------------------------------
 
     def _refuse_empty(self) -> NoReturn:
-        raise PromptError("the prompt is empty; give at least one character, token or message")
+        raise PromptError(EMPTY)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -11,6 +11,9 @@ class ModelError(MegadecodeError, ValueError):
     """A model cannot be found, fetched, read or used: the file, the tensor or the key is named."""
 
 
+EMPTY = "the prompt is empty; give at least one character, token or message"
+
+
 class PromptError(MegadecodeError, ValueError):
     """A prompt or a list of chat messages cannot be turned into tokens."""
 
