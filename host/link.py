@@ -96,6 +96,7 @@ class Link:
         Waits while the engine holds as many requests as it can, up to `timeout_s` (None: for ever;
         0: not at all), then raises QueueFull. Raises DeviceError when the device is gone.
         """
+        self._check_process()
         end = None if timeout_s is None else time.monotonic() + timeout_s
         biases = int(params["bias_count"])
         blocks = 1 + -(-4 * (len(prompt) + 2 * biases) // BLOCK_BYTES)
@@ -134,6 +135,7 @@ class Link:
 
     def abort(self, request_id: int) -> None:
         """Ask the device to end a request; its terminal entry comes all the same. Idempotent."""
+        self._check_process()
         with self._changed:
             if request_id not in self._inflight or request_id in self._aborted or self._lost:
                 return
@@ -144,6 +146,7 @@ class Link:
 
     def ping(self, timeout_s: float = 5.0) -> float:
         """Seconds from pushing a no-op request to its answer; DeviceError when none comes."""
+        self._check_process()
         answered = threading.Event()
         start = time.monotonic()
         with self._changed:
@@ -190,6 +193,7 @@ class Link:
         Requests in flight keep their place and go on at the next launch: at the next `submit`,
         `abort` or `unpark`.
         """
+        self._check_process()
         with self._changed:
             self._check_usable()
             self._parks += 1
@@ -206,6 +210,7 @@ class Link:
 
     def unpark(self) -> None:
         """Relaunch a parked device."""
+        self._check_process()
         with self._changed:
             self._check_usable()
             self._wake_device()
@@ -213,6 +218,7 @@ class Link:
     @contextmanager
     def parked(self) -> Iterator[None]:
         """Keep the device parked for the body; requests submitted meanwhile wait in the ring."""
+        self._check_process()
         with self._changed:
             self._holds += 1
             try:
@@ -265,9 +271,13 @@ class Link:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _check_usable(self) -> None:
+    def _check_process(self) -> None:
+        """Before any lock is taken: in a forked child a lock may be held by a thread that the child
+        does not have."""
         if os.getpid() != self._pid:
             raise DeviceError("the engine was made in another process; make one in this process")
+
+    def _check_usable(self) -> None:
         if self._lost is not None:
             raise self._lost
         if self._closing:
