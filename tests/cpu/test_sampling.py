@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_step import TINY, Segment, Step
 from sampling_oracle import (
     biased,
     choose,
@@ -155,28 +154,29 @@ def test_a_choice_does_not_depend_on_order_or_company(vocab: int) -> None:
 
 
 def test_zero_temperature_is_greedy_whatever_else_is_set() -> None:
-    """And gives the bits of the greedy phase."""
-    step = Step()
-    step.load([Segment(0, 0, [1, 2, 3, 4, 5, 6])])
-    rng, vocab = np.random.default_rng(6), TINY.vocab
-    logits = step.acts.logits
-    logits[:6] = np.nan
-    logits[:6, :vocab] = rng.standard_normal((6, vocab)) * 4
-    logits[1, :vocab] = np.round(logits[1, :vocab])
+    """The highest logit, the lowest id of equal ones; an exact log-probability; -1 for NaN, +inf
+    and for a row of -inf."""
+    rng, vocab = np.random.default_rng(6), 211
+    logits = (rng.standard_normal((6, vocab)) * 4).astype(np.float32)
+    logits[1] = np.minimum(np.round(logits[1]), 5)
     logits[2, 5] = np.nan
     logits[3, 5] = np.inf
-    logits[4, :vocab] = -np.inf
-    logits[5, :vocab] = -200
+    logits[4] = -np.inf
+    logits[5] = -200
     logits[5, 3] = 0
-    step.phase("select")
     for i in range(6):
-        for values in ({}, dict(top_k=2, top_p=0.1, min_p=0.9, seed=3), dict(logprobs=20)):
+        exact = logits[i].astype(np.float64)
+        for values in ({}, {"top_k": 2, "top_p": 0.1, "min_p": 0.9, "seed": 3}, {"logprobs": 20}):
             params = request(**{"temperature": 0, **values})
-            token, logprob = choose(logits[i, :vocab].copy(), params, i)
-            assert token == step.acts.token[i]
-            bits = np.array([logprob, step.acts.logprob[i]], np.float32).view(np.uint32)
-            assert bits[0] == bits[1]
-    assert step.acts.token[1] == np.flatnonzero(logits[1] == np.nanmax(logits[1]))[0]
+            token, logprob = choose(logits[i].copy(), params, i)
+            if i in (2, 3, 4):
+                assert token == -1
+                assert np.isnan(logprob)
+                continue
+            assert token == np.flatnonzero(exact == exact.max())[0]
+            want = -np.log(np.exp(exact - exact.max()).sum())
+            assert logprob == pytest.approx(want, rel=1e-6, abs=1e-30)
+    assert (logits[1] == logits[1].max()).sum() > 1, "the tie is there"
 
 
 def test_bias_moves_the_choice_and_not_the_log_probability() -> None:

@@ -122,8 +122,14 @@ def test_ids_outside_the_vocabulary(tokenizer: Tokenizer, token: int) -> None:
         tokenizer.token_bytes(token)
     with pytest.raises(ValueError, match=message):
         tokenizer.decode([81, token])
-    with pytest.raises(ValueError, match=message):
-        TextStream(tokenizer).push([token])
+
+
+def test_a_stream_has_no_text_for_ids_that_only_a_padded_output_matrix_has(
+    tokenizer: Tokenizer,
+) -> None:
+    stream = TextStream(tokenizer)
+    word = tokenizer.encode("word", specials=False)
+    assert stream.push([49152, *word, 60000]) + stream.finish() == "word"
 
 
 # -- injection ------------------------------------------------------------------------------------
