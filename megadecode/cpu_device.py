@@ -210,7 +210,7 @@ def _assemble(
         counters=np.zeros(len(operations) * LINE, np.int64),
         program=operations,
         trace=loop.make_trace(),
-        work=np.zeros(2, np.int64),
+        work=np.zeros(3, np.int64),
     )
     arguments = (o.workers, state, target, model, draft)
     # Compile, or load from the cache, before the first request and not in its time to first token.

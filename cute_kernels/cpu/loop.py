@@ -103,7 +103,7 @@ class Loop(NamedTuple):
     counters: np.ndarray  # [operations * LINE] int64: heads of the phases' work queues
     program: np.ndarray  # [operations, 2] int32
     trace: np.ndarray
-    work: np.ndarray  # [4] int64: arrivals before the step; keys, key reads; ns the draft ended at
+    work: np.ndarray  # [3] int64: barrier arrivals before the step; ns: draft's end, step's start
 
 
 def make_trace() -> np.ndarray:
@@ -328,32 +328,33 @@ def _leave_all(wire, sync, workers, state):
 
 
 @jit
-def _step(workers, loop, target, drafter, draft):
-    """One step from plan to commit, on the leader; False when a wait ran out."""
+def _open_step(loop, drafter):
+    """Last things before a step: what the drafter has to do, and the gate."""
     wire, sched = loop.wire, loop.sched
     heartbeat(wire, sched, _WORKING)
     drop_stale_context(sched, loop.context)
     build_draft_rows(sched, drafter.batch, loop.limits)
-    loop.work[0] = load_acquire(loop.sync, _BARRIER)
     loop.counters[:] = 0
-    start = now_ns()
+    loop.work[0] = load_acquire(loop.sync, _BARRIER)
+    loop.work[2] = now_ns()
     open_gate(loop.sync, STEP)
-    if not _run_step(0, workers, loop, target, drafter, draft):
-        return False
-    end = now_ns()
-    rows = target.batch.count[0]
-    tokens = commit(wire, sched, target.batch, loop.decision, loop.context)
-    if sched.count[_PREFILL_SLOT] < 0:
-        note_step(
-            loop.policy, rows, tokens, end - loop.work[1], loop.work[1] - start,
-            drafter.batch.count[0] > 0,
-        )  # fmt: skip
-    return True
 
 
 @jit
-def _lead(workers, loop, target, drafter, draft):
-    """The leader's loop; returns on park, shutdown and fault."""
+def _close_step(loop, target, drafter):
+    """After the last barrier: commit, and measure for the policy."""
+    end, rows = now_ns(), target.batch.count[0]
+    tokens = commit(loop.wire, loop.sched, target.batch, loop.decision, loop.context)
+    if loop.sched.count[_PREFILL_SLOT] < 0:
+        note_step(
+            loop.policy, rows, tokens, end - loop.work[1], loop.work[1] - loop.work[2],
+            drafter.batch.count[0] > 0,
+        )  # fmt: skip
+
+
+@jit
+def _lead(workers, loop, target, drafter):
+    """The leader between steps: True when it has opened one, False when all must leave the loop."""
     wire, sched, limits, sync = loop.wire, loop.sched, loop.limits, loop.sync
     idle_since = now_ns()
     was_paused = False
@@ -361,12 +362,8 @@ def _lead(workers, loop, target, drafter, draft):
         command = load_acquire(wire.control, _COMMAND)
         if command == _SHUTDOWN or command == _PARK:
             _publish_gauges(wire, sched, 0)
-        if command == _SHUTDOWN:
-            _leave_all(wire, sync, workers, _STOPPED)
-            return
-        if command == _PARK:
-            _leave_all(wire, sync, workers, _PARKED)
-            return
+            _leave_all(wire, sync, workers, _STOPPED if command == _SHUTDOWN else _PARKED)
+            return False
         drain_aborts(wire, sched)
         taken = drain_requests(wire, sched)
         apply_aborts(wire, sched, target.batch)
@@ -375,11 +372,8 @@ def _lead(workers, loop, target, drafter, draft):
         room = not busy or completion_room(wire, sched) >= sched.count[_ENTRIES]
         _publish_gauges(wire, sched, target.batch.count[0])
         if busy and room:
-            was_paused = False
-            if not _step(workers, loop, target, drafter, draft):
-                return
-            idle_since = now_ns()
-            continue
+            _open_step(loop, drafter)
+            return True
         now = now_ns()
         if taken:
             idle_since = now
@@ -395,17 +389,27 @@ def _lead(workers, loop, target, drafter, draft):
         if limits.park_after_ns >= 0 and now - idle_since > limits.park_after_ns:
             if _try_park(wire, sched):
                 _leave_all(wire, sync, workers, _PARKED)
-                return
+                return False
         nap(now - idle_since)
 
 
 @jit
 def run(worker, workers, loop, target, drafter, draft):
-    """Entry point of one worker, from launch to park, shutdown or fault."""
-    if worker == 0:
-        _lead(workers, loop, target, drafter, draft)
-        return
-    while wait_gate(loop.sync, worker) == STEP:
+    """Entry point of one worker, from launch to park, shutdown or fault.
+
+    All of a step's code is called from here alone: what calls it is compiled once more as a whole,
+    so a level of calls between would cost ten seconds of a first start.
+    """
+    while True:
+        if worker == 0:
+            is_step = _lead(workers, loop, target, drafter)
+        else:
+            is_step = wait_gate(loop.sync, worker) == STEP
+        if not is_step:
+            break
         if not _run_step(worker, workers, loop, target, drafter, draft):
             return
-    leave(loop.sync)
+        if worker == 0:
+            _close_step(loop, target, drafter)
+    if worker > 0:
+        leave(loop.sync)
