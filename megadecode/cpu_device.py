@@ -11,7 +11,7 @@ import numpy as np
 
 from cute_kernels.cpu import loop
 from cute_kernels.cpu.draft import Draft
-from cute_kernels.cpu.draft_pack import no_draft, pack_drafter
+from cute_kernels.cpu.draft_pack import pack_drafter
 from cute_kernels.cpu.pack import (
     allocate_acts,
     allocate_kv,
@@ -228,13 +228,13 @@ def _assemble(
 
 def _drafter(
     drafter: Drafter | None, target: Model, options: CpuOptions, rows: int
-) -> tuple[Model, Draft, Context]:
+) -> tuple[Model, Draft | None, Context]:
     """The drafter's half of the device; without one, arrays of the same types that nobody uses."""
     o = options
     slots, table = target.batch.pages.shape
     if drafter is None:
         empty = make_batch(rows=1, head_rows=1, slots=slots, pages_per_slot=table, items=1)
-        return target._replace(batch=empty), no_draft(target.weights), Context(empty, NO_ROWS)
+        return target._replace(batch=empty), None, Context(empty, NO_ROWS)
     shape = drafter.config
     model = shape.as_model()
     block_rows, context_rows = slots * shape.block_size, rows

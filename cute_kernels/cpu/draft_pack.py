@@ -75,17 +75,3 @@ def pack_drafter(
 def _rows(rows: int, size: int) -> np.ndarray:
     shape = (rows, size + LANES)  # padded, so that rows do not fall on the same cache sets
     return pack.allocate(rows * shape[1] * 4).view(np.float32).reshape(shape)
-
-
-def no_draft(target: Weights) -> Draft:
-    """Arrays of a `Draft`'s types for an engine without a drafter; no phase ever reads them."""
-    none = np.zeros((0, 0), np.float32)
-    return Draft(
-        fc=np.zeros((0, 0, LANES), target.head.dtype),
-        context_norm=np.zeros(0, np.float32),
-        taps=np.zeros(0, np.int32),
-        window=np.zeros(0, np.int32),
-        causal=np.zeros(0, np.int32),
-        features=none,
-        context=none,
-    )

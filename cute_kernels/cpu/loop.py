@@ -182,7 +182,8 @@ def _run_phase(phase, layer, loop, target, drafter, draft, worker, workers, op):
     elif phase < _ROWS and _SHARED[phase] > _ROWS and phase != _DRAFT_ATTEND:
         _run_shared(_SHARED[phase], layer, drafter, worker, counters, op)
     elif phase < _ROWS or phase == _TAP:
-        _run_drafting(phase, layer, loop, target, drafter, draft, worker, workers, op)
+        if draft is not None:  # known when compiled: without a drafter its code is left out
+            _run_drafting(phase, layer, loop, target, drafter, draft, worker, workers, op)
     else:
         _run_shared(phase, layer, target, worker, counters, op)
 
