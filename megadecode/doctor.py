@@ -80,7 +80,7 @@ def _compiled() -> Check:
         "compiled CPU code",
         files > 0,
         f"{files} functions in {folder}",
-        "" if files else "made by the first run, in about a minute",
+        "" if files else "made by the first run, in a minute or two",
         needed=False,
     )
 
