@@ -4,6 +4,13 @@ The service warp of CTA 0 writes the *descriptor* of the next step and, last, it
 warp waits for the tag it expects (one more than the last). A descriptor is overwritten only when
 every CTA has delivered its *results* of the step, and to do that it has read the descriptor. Byte
 layout here, free of cutlass, so that host, device and tests share it.
+
+A CTA delivers its results of a DECODE step through RESULT, of PROMPT and LEAVE by adding 1 to DONE
+(red.release.gpu). On LEAVE that is its last access to the board: only then may the service warp
+write FIRST_TAG, since a CTA that starts late would otherwise begin with the tag it should wait for.
+
+A PROMPT step reads its tokens, int32 by absolute position, from the array TOKENS of the kernel's
+arguments; the service warp has copied them there, and a DECODE step's token comes in TOKEN.
 """
 
 from enum import IntEnum
@@ -41,7 +48,7 @@ class Board(IntEnum):
 
     DESC = 0
     FIRST_TAG = 96  # the last tag of the launch before: read at the start, written on leaving
-    DONE = 128  # CTAs that have finished a PROMPT step, monotone
+    DONE = 128  # CTAs that have finished a PROMPT step or are about to leave, monotone
     BARRIER = 160  # arrivals at the grid barrier of prompt phases, monotone
     PHASE = 192  # a word a CTA: 1 + the phase it is in, 0 between steps
     RESULT = 512  # [16 rows][MAX_CTAS][4]: see Result
