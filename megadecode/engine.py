@@ -133,6 +133,8 @@ class Engine(AbstractContextManager["Engine"]):
         )
         if not isinstance(draft, Drafter):
             draft = path_or_name("draft", draft)
+        if not hasattr(model, "tensor"):
+            model = path_or_name("model", model)
         start = prepare(device, settings, device_options)
         loaded, self.tokenizer = _load(model)
         self.config = loaded.config
