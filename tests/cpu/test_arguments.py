@@ -64,7 +64,7 @@ METHODS = {
     },
     "trace": {"reset": FLAGS},
     "ping": {"timeout": [*WAITS, None, 0, -1]},
-    "stats": {}, "park": {}, "unpark": {}, "parked": {}, "close": {},
+    "read_gb_per_s": {}, "stats": {}, "park": {}, "unpark": {}, "parked": {}, "close": {},
 }  # fmt: skip
 RUN = {
     "prompt": [*PROMPTS[:-1], "", []],
@@ -128,8 +128,10 @@ def test_methods_of_an_engine(engine, method, name, value):
 
 @pytest.mark.parametrize("value", WAITS)
 def test_a_requests_result(value):
-    with pytest.raises(ParameterError, match="^timeout is .*; it must be a number of seconds, or"):
+    with pytest.raises(ParameterError, match=r"^timeout is .*; it must be a number of sec"):
         Request(3, None).result(value)
+    with pytest.raises(ParameterError, match="^timeout is"):
+        Request(3, None).wait(value)
 
 
 @pytest.mark.parametrize(("name", "value"), cases(SAMPLING))
