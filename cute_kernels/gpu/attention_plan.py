@@ -47,10 +47,9 @@ def check(c) -> None:
         raise ValueError(
             f"{s.name}: splits is {c.splits}; it must be at most {c.ctas // s.kv_heads}"
         )
-    if c.stages < 2 * stages_per_block(c) + 1:  # a row's tail can lie in two blocks, held together
-        raise ValueError(
-            f"{s.name}: stages is {c.stages}; attention needs at least {2 * stages_per_block(c) + 1}"
-        )
+    least = 2 * stages_per_block(c) + 1  # a row's tail can lie in two blocks, held together
+    if c.stages < least:
+        raise ValueError(f"{s.name}: stages is {c.stages}; attention needs at least {least}")
 
 
 @dataclass(frozen=True)
