@@ -30,7 +30,6 @@ from cute_kernels.gpu import sync
 from cute_kernels.gpu.attention_merge import (
     give_stats,
     give_sums,
-    kept_tiles,
     publish_part,
     publish_row,
     row_parts,
@@ -154,27 +153,26 @@ def quad_sum(v):
 
 
 def block_scores(k, q, base):
-    """S = Q K^T of 16 rows and 32 keys: 4 tiles of 8 keys; and the registers read."""
+    """S = Q K^T of 16 rows and 32 keys: 4 tiles of 8 keys."""
     i, d = k.lane, k.c.shape.head_dim
     at = base + (i & 7) * (2 * d)
     piece = ((i >> 3) ^ (i & 7)) << 4
-    loaded, tiles, upper = [], [], d // 8
+    tiles, upper = [], d // 8
     for j in range(4):
         s = [Float32(0.0)] * 4
         for chunk in range(d // 32):
             b = ldmatrix(at + (piece ^ (chunk * 64)) + j * (16 * d), False)
-            loaded += b
             for e in range(2):
                 w = chunk * 4 + 2 * e
                 a = [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
                 s = mma(s, a, b[2 * e : 2 * e + 2])
         tiles.append(s)
-    return tiles, loaded
+    return tiles
 
 
 def block_values(k, o, probabilities, base):
-    """O += P V; o: flat [tiles of 8 dimensions x 4]. Returns the registers read."""
-    i, loaded, d = k.lane, [], k.c.shape.head_dim
+    """O += P V; o: flat [tiles of 8 dimensions x 4]."""
+    i, d = k.lane, k.c.shape.head_dim
     at = base + (i & 15) * (2 * d)
     piece = ((i >> 4) ^ (i & 7)) << 4
     for u in range(2):
@@ -182,13 +180,11 @@ def block_values(k, o, probabilities, base):
         a = [bf16_pair(p[e >> 1][2 * (e & 1)], p[e >> 1][2 * (e & 1) + 1]) for e in range(4)]
         for n in range(0, d // 8, 2):
             b = ldmatrix(at + (piece ^ (n << 4)) + u * (32 * d), True)
-            loaded += b
             for e in range(2):
                 to = (n + e) * 4
                 sums = mma([o[to + w] for w in range(4)], a, b[2 * e : 2 * e + 2])
                 for w in range(4):
                     o[to + w] = sums[w]
-    return loaded
 
 
 def softmax_block(k, tiles, valid, m, den, o):
@@ -216,15 +212,17 @@ def softmax_block(k, tiles, valid, m, den, o):
     return p
 
 
-def any_bits(words):
-    seen = words[0]
-    for w in words[1:]:
-        seen = seen | w
+def sums_seen(k, o):
+    """A word that depends on every load of a block: each tile of O does on its part of V and,
+    by way of the probabilities, on all of K."""
+    seen = sync.as_bits(o[0])
+    for n in range(2, k.c.shape.head_dim // 8, 2):  # two tiles a load
+        seen = seen | sync.as_bits(o[n * 4])
     return seen
 
 
 def block_limit(k, rows, h):
-    """Blocks below c(p) of this lane's row of an accumulator's half; none for a row there is not."""
+    """Blocks below c(p) of this lane's row in half h of an accumulator; none for an absent row."""
     row = (k.lane >> 2) + 8 * h
     position = desc_int(k, Desc.ROW_POSITION, row)
     blocks = cutlass.max(position - 15, 0) >> 6
@@ -235,7 +233,7 @@ def block_limit(k, rows, h):
 def run_blocks(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, m: cute.Tensor,
                den: cute.Tensor, o: cute.Tensor, half: Int32, rows: Int32, main_blocks: Int32,
                stage: Int32, parity: Int32):  # fmt: skip
-    """This warp's keys of every block of this CTA; warps beyond (head, half) only pass stages on."""
+    """This warp's keys of every block of this CTA; warps without a head only pass stages on."""
     c, row_bytes = k.c, 2 * k.c.shape.head_dim
     limit0, limit1 = block_limit(k, rows, 0), block_limit(k, rows, 1)
     block = p.split
@@ -256,11 +254,12 @@ def run_blocks(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, m: cu
                 values = values + PAGE * row_bytes
             lower = half * (32 * row_bytes)
             for _ in cutlass.range(2 // halves(c), unroll=1):
-                tiles, loaded = block_scores(k, q, keys + lower)
+                tiles = block_scores(k, q, keys + lower)
                 valid = [block < limit0, block < limit1]
                 prob = softmax_block(k, tiles, valid, m, den, o)
-                seen = seen | any_bits(loaded + block_values(k, o, prob, values + lower))
+                block_values(k, o, prob, values + lower)
                 lower = lower + 32 * row_bytes
+            seen = sums_seen(k, o)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             sync.release_after(k.ring.empty + key_stage * 8, [seen], k.zero)
@@ -321,9 +320,7 @@ def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, head:
     if half == last_half:
         wait_for_tail(k, tail_count, stage, parity)
     if half <= last_half:
-        u = cute.make_rmem_tensor(
-            cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32
-        )
+        u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
         row, slot = p.split, Int32(0)
         while row < rows:
             if half == last_half:
@@ -360,28 +357,22 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
         m[h], den[h] = Float32(NEG_INF), Float32(0.0)
     for i in cutlass.range_constexpr(d // 2):
         o[i] = Float32(0.0)
-    stage, parity = run_blocks(
-        k, p, words, m, den, o, half, rows, main_blocks, stage, parity
-    )
+    stage, parity = run_blocks(k, p, words, m, den, o, half, rows, main_blocks, stage, parity)
     for h in cutlass.range_constexpr(2):
         den[h] = quad_sum(den[h])
     if cutlass.const_expr(c.red_buffers > 1 and halves(c) == 2):
         sync.consumer_sync(c.warps * 32)  # somebody may still add qkv's last sums
-    kept = cute.make_rmem_tensor(cute.make_layout(kept_tiles(k) * 4), Float32)
     has_blocks = (p.split < main_blocks) & (k.wid < c.group_heads * halves(c))
     if has_blocks:
-        mine = [o[i] for i in range(d // 2)]
         if cutlass.const_expr(halves(c) == 2):
-            mine = give_sums(k, p, head, half, m, den, o)
             give_stats(k, p, head, half, m, den)
-        for i in cutlass.range_constexpr(kept_tiles(k) * 4):
-            kept[i] = mine[i]
+            give_sums(k, p, head, half, o)
     # behind this barrier the step's K and V rows are there, and every warp has released all stages
     # before the tail, so a warp that does not read the tail may release it at once
     sync.consumer_sync(c.warps * 32)
     if has_blocks:
         own = row_parts(k, p, part, Int32(0)) + Int64(p.split * c.part_bytes)
-        publish_part(k, p, head, half, rows, m, den, kept, own)
+        publish_part(k, p, head, half, rows, m, den, o, own)
     sync.consumer_sync(c.warps * 32)  # whoever comes next may write where sums were exchanged
     if p.split < rows:
         merge_rows(k, p, words, head, half, rows, layer, part, out, stage, parity)

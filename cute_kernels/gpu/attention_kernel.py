@@ -5,6 +5,8 @@ tiles.Buffers and leaves its output there. As in the persistent kernel a layer w
 of the one before, each warp for its share of the columns, as the matrix behind attention would.
 """
 
+import dataclasses
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
@@ -110,12 +112,13 @@ def make_attention(c: Config):
             run_consumers(k, arg(k, Arg.ACT), rows, layers)
 
     kernel.set_name_prefix("md_attention", keep_mangled_name=False, remove_cutlass_symbol=True)
-    geometry = dict(grid=c.ctas, block=c.block, cluster=1, smem=c.smem_bytes)
+    threads = dataclasses.replace(c, phase="").block  # and so the registers of the whole kernel
+    geometry = dict(grid=c.ctas, block=threads, cluster=1, smem=c.smem_bytes)
 
     @cute.jit
     def launch(args: Int64, layers: Int32):
         kernel(args, layers).launch(
-            grid=(c.ctas, 1, 1), block=(c.block, 1, 1), cooperative=True, min_blocks_per_mp=1,
+            grid=(c.ctas, 1, 1), block=(threads, 1, 1), cooperative=True, min_blocks_per_mp=1,
             smem=c.smem_bytes,
         )  # fmt: skip
 

@@ -25,17 +25,16 @@ def kept_tiles(k):
     return k.c.shape.head_dim // 8 // halves(k.c)
 
 
-def give_sums(k, p, head, half, m, den, o):
-    """Hand the partner its tiles, and maxima and denominators; returns the own tiles."""
-    n, out = kept_tiles(k), []
+def give_sums(k, p, head, half, o):
+    """Hand the partner its tiles; the own ones become the first of o."""
+    n = kept_tiles(k)
     to = k.red + (head * 2 + half) * (n * 512) + k.lane * 16
     lower = half == 0
     for i in range(n):
         low, high = ([o[(j + i) * 4 + e] for e in range(4)] for j in (0, n))
-        given = [sync.choose(lower, b, a) for a, b in zip(low, high, strict=True)]
-        out += [sync.choose(lower, a, b) for a, b in zip(low, high, strict=True)]
-        sync.sts_quad(to + i * 512, given)
-    return out
+        sync.sts_quad(to + i * 512, [sync.choose(lower, b, a) for a, b in zip(low, high)])
+        for e in range(4):
+            o[i * 4 + e] = sync.choose(lower, low[e], high[e])
 
 
 @cute.jit
@@ -46,7 +45,7 @@ def give_stats(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, half: In
         sync.sts_quad(to, [m[0], m[1], den[0], den[1]])
 
 
-def publish_part(k, p, head, half, rows, m, den, kept, part):
+def publish_part(k, p, head, half, rows, m, den, o, part):
     """Publish this warp's dimensions of a split's part; loads come before stores, since the
     compiler keeps the order of a load behind a relaxed store."""
     c, n, two = k.c, kept_tiles(k), halves(k.c) == 2
@@ -65,7 +64,7 @@ def publish_part(k, p, head, half, rows, m, den, kept, part):
             den_all = den[h] * mine + stats[2 + h] * other
         words = []
         for i in range(n):
-            pair = [kept[i * 4 + 2 * h + e] for e in range(2)]
+            pair = [o[i * 4 + 2 * h + e] for e in range(2)]
             if two:
                 pair = [v * mine + others[i][2 * h + e] * other for e, v in enumerate(pair)]
             words.append(bf16_pair(*pair))

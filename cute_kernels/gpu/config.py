@@ -179,9 +179,7 @@ class Config:
 
     def _check_attention(self) -> None:
         attention_plan.check(self)
-        self._check(
-            self.stage_bytes >= KV_COPY, "stage_bytes", f"at least {KV_COPY} for KV blocks"
-        )
+        self._check(self.stage_bytes >= KV_COPY, "stage_bytes", f"at least {KV_COPY} for KV blocks")
         self._check(self.stage_bytes % 1024 == 0, "stage_bytes", "a multiple of 1024")
 
     def _check(self, ok: bool, name: str, wanted: str) -> None:

@@ -63,7 +63,8 @@ def head_factor(pairs, d, eps):
     sums = [Float32(0.0)] * 4
     for i, (lo, hi) in enumerate(pairs):
         sums[i % 4] = ptx_read(
-            "{ .reg .f32 p; fma.rn.f32 p, {$r0}, {$r0}, {$r2}; fma.rn.f32 {$w0}, {$r1}, {$r1}, p; }",
+            "{ .reg .f32 p; fma.rn.f32 p, {$r0}, {$r0}, {$r2};"
+            " fma.rn.f32 {$w0}, {$r1}, {$r1}, p; }",
             [Float32],
             lo,
             hi,
@@ -72,7 +73,9 @@ def head_factor(pairs, d, eps):
     total = (sums[0] + sums[1]) + (sums[2] + sums[3])
     total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
     total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
-    mean = ptx_read(f"fma.rn.f32 {{$w0}}, {{$r0}}, {1.0 / d!r}, {{$r1}};", [Float32], total, Float32(eps))
+    mean = ptx_read(
+        f"fma.rn.f32 {{$w0}}, {{$r0}}, {1.0 / d!r}, {{$r1}};", [Float32], total, Float32(eps)
+    )
     return ptx_read("rsqrt.approx.ftz.f32 {$w0}, {$r0};", [Float32], mean)
 
 
