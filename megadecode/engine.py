@@ -137,7 +137,7 @@ class Engine(AbstractContextManager["Engine"]):
         park_after_s = seconds("park_after_s", park_after_s)
         further = check_options(device_options)
         loaded, self.tokenizer = _load(model)
-        self.config = loaded.config
+        self.config = loaded.config.for_context(self.ctx)
         self.drafter = choose_drafter(draft, loaded) if budget != 0 else None
         if self.drafter is None and draft != "off" and budget != 0:
             _say_once(f"no drafter belongs to {self.config.name}: decoding plainly")
