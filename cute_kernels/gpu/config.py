@@ -114,7 +114,7 @@ class Config:
     red_buffers: buffers of partial sums; with 2 a barrier per group of tiles goes.
     setmaxnreg: registers move from the other warps to the consumers.
     attention: between qkv and o, in `splits` parts of the context (without it, for tests of the
-    matrices alone, o reads q). timing: every CTA notes when its phases begin and end.
+    matrices alone, o reads q). prompt: PROMPT steps too. timing: every CTA notes when its phases begin and end.
     """
 
     shape: Shape
@@ -131,6 +131,7 @@ class Config:
     setmaxnreg: bool = False
     timing: bool = False
     attention: bool = True
+    prompt: bool = True
     splits: int = 16
     phase: str = ""  # one phase as a kernel of its own, for graph baselines
     arch: str = "sm_90a"
@@ -181,9 +182,7 @@ class Config:
         self._check(
             s.kv_heads * self.splits <= self.ctas, "splits", f"at most {self.ctas // s.kv_heads}"
         )
-        self._check(
-            self.stage_bytes >= KV_COPY, "stage_bytes", f"at least {KV_COPY} for KV blocks"
-        )
+        self._check(self.stage_bytes >= KV_COPY, "stage_bytes", f"at least {KV_COPY} for KV blocks")
         self._check(self.stage_bytes % 1024 == 0, "stage_bytes", "a multiple of 1024")
         if s.head_dim not in (64, 128):
             raise ValueError(f"{s.name}: head_dim is {s.head_dim}; it must be 64 or 128")
