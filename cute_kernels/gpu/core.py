@@ -91,7 +91,7 @@ def carve(c: Config, base, k: Core):
     k.red, k.squares = where["partial sums"], where["row squares"]
     k.residual, k.results = where["residual"], where["results"]
     k.own, k.attention = where.get("own parts", base), where.get("attention", base)
-    k.ring = Ring(where["ring"], where["barriers"], c)
+    k.ring = Ring(where["ring"], where["barriers"], c.stages, c.stage_bytes, c.inflight, c.hungry)
     k.told = where["barriers"] + 16 * c.stages
     k.gathered, k.cleared = k.told + 8, k.told + 16
     if not c.phase:

@@ -5,8 +5,8 @@ warps split K: warp w keeps its slice of the activations in registers for a whol
 multiplies it with its slice of every unit; partial sums meet in shared memory and are added in
 warp order, so that a result depends neither on timing nor on the other rows. RMSNorm is deferred:
 the sum of squares comes from the A fragments, and one factor per row multiplies the finished sums.
-The weights of qkv's and gate/up's norms are folded into the matrices; those of the final norm, whose
-matrix may be the embedding, multiply the head's A fragments.
+The weights of qkv's and gate/up's norms are folded into the matrices; those of the final norm,
+whose matrix may be the embedding, multiply the head's A fragments.
 
 The order of every sum, which the row form (rows_gemm.py) repeats bit for bit. K of a matrix is cut
 into `split` parts (1, or the team of `down`: rank q), a part into `warps` equal runs (warp w), a
@@ -18,9 +18,10 @@ run into chunks of 32 (i = 0, 1, ...), a chunk into two k16 steps (s = 0, 1):
 - the warp's sum is chain 0 + chain 1;
 - the part's sum is ((w0 + w1) + w2) + ..., warps ascending;
 - where split > 1 the total is (((0 + q0) + q1) + ...), ranks ascending, starting at 0.0;
-- the square sum of a row: lane t has four sums by word e of its 16-byte vectors (words 2 s and 2 s
-  + 1 of step s), `add_square` over chunks ascending; (s0 + s1) + (s2 + s3), then over t by butterfly
-  1, 2; over warps ((0 + w0) + w1) + ...; factor = rsqrt(total / hidden + eps), `norm_factor`.
+- the square sum of a row: lane t has four sums by word e of its 16-byte vectors (words 2 s and
+  2 s + 1 of step s), `add_square` over chunks ascending; (s0 + s1) + (s2 + s3), then over t by
+  butterfly 1, 2; over warps ((0 + w0) + w1) + ...; factor = rsqrt(total / hidden + eps), see
+  `norm_factor`.
 """
 
 import cutlass

@@ -10,6 +10,7 @@ import json
 import pathlib
 import sys
 import time
+from functools import partial
 
 from cute_kernels.gpu.config import SHAPES, Config, product
 
@@ -52,11 +53,11 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cache = folder.parent / "cache"
     makers = {
-        n: (lambda m=m: build.build(n, m, "sm_90a", cache)) for n, m in probe_makers().items()
+        name: partial(build.build, name, make, "sm_90a", cache)
+        for name, make in probe_makers().items()
     }
-    makers |= {
-        n: (lambda c=c: build.build_kernel(c, "script", cache)) for n, c in scripted().items()
-    }
+    for name, c in scripted().items():
+        makers[name] = partial(build.build_kernel, c, "script", cache)
     for name in names or makers:
         start = time.perf_counter()
         a = makers[name]()
