@@ -1,11 +1,10 @@
 """Attention as a kernel of its own, for tests, figures and profiles: the same device code.
 
-One launch runs `layers` layers of one step: layer i reads the raw columns of qkv from copy i of
-tiles.Buffers and leaves its output there. As in the persistent kernel a layer waits for the words
-of the one before, each warp for its share of the columns, as the matrix behind attention would.
+Registers and shared memory are those of the whole kernel. One launch runs `layers` layers of one
+step: layer i reads the raw columns of qkv from copy i of tiles.Buffers and leaves its output there.
+As in the whole kernel a layer waits for the words of the one before, each warp for its share of the
+columns, as the matrix behind attention would.
 """
-
-import dataclasses
 
 import cutlass
 import cutlass.cute as cute
@@ -22,8 +21,7 @@ from cute_kernels.gpu.attention import (
 )
 from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, ROWS, Config
-from cute_kernels.gpu.core import Core, arg
-from cute_kernels.gpu.ring import Ring, init_ring
+from cute_kernels.gpu.core import Core, arg, carve, desc_word, init_barriers, places
 from cute_kernels.gpu.tiles import Buffers
 
 DESC_WORDS = int(Desc.PATH) + 2 * ROWS
@@ -47,6 +45,7 @@ def take_output(k: cutlass.Constexpr, rows: Int32, out: Int64):
 def run_consumers(k: cutlass.Constexpr, act: Int64, rows: Int32, layers: Int32):
     b = Buffers.of(k.c)
     begin_step(k, rows)
+    sync.consumer_sync(k.c.warps * 32)
     stage, parity, cur = Int32(0), Int32(0), act
     for layer in cutlass.range(layers, unroll=1):
         stage, parity = run_attention(k, rows, layer, cur, stage, parity)
@@ -72,8 +71,6 @@ def make_attention(c: Config):
     Arguments: the table of arguments.Arg (ACT, BOARD with a descriptor, KV_POOL, PAGE_TABLE, ROPE,
     QK_NORM), layers: copies of Buffers in ACT, whose part and a must be EMPTY.
     """
-    if c.phase != "attention":
-        raise ValueError(f"phase is {c.phase!r}; it must be 'attention'")
 
     @cute.kernel
     def kernel(args: Int64, layers: Int32):
@@ -83,42 +80,31 @@ def make_attention(c: Config):
         block = smem.allocate_tensor(
             cutlass.Uint8, cute.make_layout(c.smem_bytes), byte_alignment=1024
         )
-        at, where = block.iterator.toint(), {}
-        for name, n_bytes in c.smem_plan().items():
-            where[name] = at
-            at = at + n_bytes
-        k.c, k.bid, k.tid, k.lane = c, bid, tid, tid & 31
-        k.wid = cute.arch.make_warp_uniform(tid >> 5)
+        places(c, k, tid, bid)
+        carve(c, block.iterator.toint(), k)
         k.args, k.zero = args, Uint32(layers >> 30)
-        k.ring = Ring(where["ring"], where["barriers"], c)
-        k.attention, k.red, k.desc = where["attention"], where["partial sums"], where["descriptor"]
         k.kv_pool, k.pages = arg(k, Arg.KV_POOL), arg(k, Arg.PAGE_TABLE)
         if tid < DESC_WORDS:
             word = sync.ld_word(arg(k, Arg.BOARD) + Int64(tid) * 4)
-            sync.sts(k.desc + tid * 4, sync.as_float(word))
-        if tid == 0:
-            init_ring(k.ring, c.warps)
-            sync.fence_barrier_init()
-        cute.arch.sync_threads()
+            sync.sts_int(k.desc + tid * 4, word)
+        init_barriers(k)
         if k.wid >= c.warps:
             if cutlass.const_expr(c.setmaxnreg):
-                cute.arch.setmaxregister_decrease(40)
+                cute.arch.setmaxregister_decrease(64)
             if k.wid == c.warps:
                 run_producer(k, layers)
         else:
             if cutlass.const_expr(c.setmaxnreg):
-                cute.arch.setmaxregister_increase(232)
-            rows = sync.lds_int(k.desc + int(Desc.ROWS) * 4)
-            run_consumers(k, arg(k, Arg.ACT), rows, layers)
+                cute.arch.setmaxregister_increase(224 if c.warps == 8 else 208)
+            run_consumers(k, arg(k, Arg.ACT), desc_word(k, Desc.ROWS), layers)
 
     kernel.set_name_prefix("md_attention", keep_mangled_name=False, remove_cutlass_symbol=True)
-    threads = dataclasses.replace(c, phase="").block  # and so the registers of the whole kernel
-    geometry = dict(grid=c.ctas, block=threads, cluster=1, smem=c.smem_bytes)
+    geometry = dict(grid=c.ctas, block=c.block, cluster=1, smem=c.smem_bytes)
 
     @cute.jit
     def launch(args: Int64, layers: Int32):
         kernel(args, layers).launch(
-            grid=(c.ctas, 1, 1), block=(threads, 1, 1), cooperative=True, min_blocks_per_mp=1,
+            grid=(c.ctas, 1, 1), block=(c.block, 1, 1), cooperative=True, min_blocks_per_mp=1,
             smem=c.smem_bytes,
         )  # fmt: skip
 

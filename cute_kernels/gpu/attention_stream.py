@@ -4,8 +4,8 @@ A CTA's stages of a layer: its share of the blocks below the largest c(p), ascen
 merges rows, the blocks of their tails. A block is one stage, or K and V a stage each.
 
 Prefetch rule. A step's bulk copies read pages that a step before it wrote with generic stores:
-the producer may ask for KV only behind the step's tag, and `begin_produce` puts the proxy fence
-between that acquire and the copies (the writers' side: attention.write_back). Rows of a page at or
+the producer asks for KV only behind the step's tag, with a proxy fence between that acquire and the
+copies (kernel.run_producer; the writers' side: attention.write_back). Rows of a page at or
 behind the committed length may be written while a copy reads them; nobody looks at them.
 """
 
@@ -35,6 +35,7 @@ class Places:
 
 
 def desc_int(k, field, row=0):
+    """A word of the descriptor, or of a row's array in it."""
     return sync.lds_int(k.desc + (row + int(field)) * 4)
 
 
@@ -53,7 +54,7 @@ def block_range(k, rows):
 @cute.jit
 def begin_step(k: cutlass.Constexpr, rows: Int32):
     """Consumer warps, once a DECODE step behind the gate: the rows' rotary factors, where their K
-    and V go, and the range of blocks. Ends with a barrier of the consumers."""
+    and V go, and the range of blocks. A barrier of the consumers must follow."""
     c, p = k.c, Places(k)
     if p.kv_head < c.shape.kv_heads:
         per_row = min(c.shape.head_dim // 4, 32)  # lanes
@@ -69,8 +70,7 @@ def begin_step(k: cutlass.Constexpr, rows: Int32):
         if (k.wid == 1) & (k.lane < rows):
             at = desc_int(k, Desc.POSITION) + k.lane
             page = sync.ld_word(k.pages + Int64(at >> 6) * 4)
-            sync.sts(p.places + k.lane * 4, sync.as_float(Int32(page) * 64 + (at & 63)))
-    sync.consumer_sync(c.warps * 32)
+            sync.sts_int(p.places + k.lane * 4, Int32(page) * 64 + (at & 63))
 
 
 # -- the producer ------------------------------------------------------------------------------
@@ -84,7 +84,6 @@ def begin_produce(k: cutlass.Constexpr):
     """The producer warp, once a DECODE step behind its tag. Returns what `produce_kv` needs: blocks
     of this CTA below c(p), all its blocks, the first block of a tail, the last block, and the pages
     of its first two blocks."""
-    sync.fence_async()
     c, p = k.c, Places(k)
     rows = desc_int(k, Desc.ROWS)
     tail_first, tail_count, main_blocks = block_range(k, rows)

@@ -20,12 +20,12 @@ EVICT_FIRST = 0x12F0000000000000  # weights are read once a step; let activation
 
 class Ring:
     """Trace-time handle. base, bars: shared addresses of the stages and of full[n], empty[n].
-    inflight, hungry: see above."""
+    inflight, hungry: see above; 0: no limit."""
 
-    def __init__(self, base, bars, c):
-        self.base, self.n, self.stage_bytes = base, c.stages, c.stage_bytes
-        self.inflight, self.hungry = c.inflight, min(c.hungry, c.stages - 1)
-        self.full, self.empty = bars, bars + 8 * self.n
+    def __init__(self, base, bars, stages, stage_bytes, inflight=0, hungry=0):
+        self.base, self.n, self.stage_bytes = base, stages, stage_bytes
+        self.full, self.empty = bars, bars + 8 * stages
+        self.inflight, self.hungry = inflight, min(hungry, stages - 1)
 
 
 def init_ring(ring, consumer_warps):

@@ -16,12 +16,12 @@ LAYERS = 16  # of a page, so that figures can be taken over many layers
 def _config(shape: Shape | str, **changes) -> Config:
     shape = SHAPES[shape] if isinstance(shape, str) else shape
     layers = dataclasses.replace(shape, layers=LAYERS)
-    return dataclasses.replace(product(layers, **changes), phase="attention")
+    return product(layers, **changes)
 
 
 SEVEN = Shape("seven", 1792, 2048, 28, 4, 64, 4096, LAYERS)  # seven query heads on eight warps
 ATTENTION: dict[str, Config] = {f"attention-{n}": _config(n) for n in SHAPES} | {
-    "attention-seven": Config(SEVEN, stages=10, phase="attention"),
+    "attention-seven": Config(SEVEN, stages=10),
     "attention-splits4": _config(LLAMA_1B, splits=4),
     "attention-wide-splits8": _config(QWEN3_8B, splits=8),
 }
