@@ -33,8 +33,16 @@ def matrices(name: str) -> Config:
 
 
 def scripted() -> dict[str, Config]:
-    """Kernels with the scripted service, by file name."""
+    """Kernels that are compared with torch, by file name."""
     return {f"matrices-{name}": matrices(name) for name in SHAPES}
+
+
+def timed() -> dict[str, Config]:
+    """Whole models, whose steps are timed: time_decode.py."""
+    return {
+        f"timed-matrices-{name}": product(name, attention=False, prompt=False)
+        for name in ("smollm2-135m", "llama-3.2-1b")
+    }
 
 
 def probe_makers() -> dict:
@@ -56,7 +64,7 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
         name: partial(build.build, name, make, "sm_90a", cache)
         for name, make in probe_makers().items()
     }
-    for name, c in scripted().items():
+    for name, c in (scripted() | timed()).items():
         makers[name] = partial(build.build_kernel, c, "script", cache)
     for name in names or makers:
         start = time.perf_counter()
