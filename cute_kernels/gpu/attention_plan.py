@@ -63,6 +63,8 @@ class AttentionSmem:
     head. places: per row, where its K and V go: page * 64 + offset. step: numbers of the step.
     """
 
+    rope_stride: int
+    tail_stride: int
     new: int
     rope: int
     tails: int
@@ -71,8 +73,6 @@ class AttentionSmem:
     places: int
     step: int
     bytes: int
-    rope_stride: int
-    tail_stride: int
 
     @classmethod
     def of(cls, c) -> "AttentionSmem":
@@ -88,5 +88,5 @@ class AttentionSmem:
             ROWS * 4,
             16,
         )
-        ends = np.cumsum(sizes).tolist()
-        return cls(0, *ends, rope_stride, tail_stride)
+        ends: list[int] = np.cumsum(sizes).tolist()
+        return cls(rope_stride, tail_stride, 0, *ends)
