@@ -1,0 +1,403 @@
+"""The service warp: one warp of CTA 0 that is the engine between launch and park.
+
+It reads the wire, admits, publishes the descriptor of each step and decides what comes of its
+results. Between two decode steps only the results, the stop rules and the next descriptor stand on
+the path; everything of the host's is read, and everything for it written, while the next step runs.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.gpu import mapped, sync
+from cute_kernels.gpu.admission import (
+    CHUNK_TOKENS,
+    abort_pending,
+    abort_slot,
+    admit,
+    copy_prompt,
+    finish,
+    is_aborted,
+    stop_id,
+    token_at,
+)
+from cute_kernels.gpu.arguments import Arg
+from cute_kernels.gpu.board import Board, Desc, Segment, desc_at, result_at
+from cute_kernels.gpu.control import (
+    STEP_ENTRIES,
+    Service,
+    add,
+    completion_room,
+    drain_aborts,
+    drain_requests,
+    emit_tokens,
+    get,
+    get_int,
+    has_aborts,
+    heartbeat,
+    look,
+    put,
+    sample_phases,
+    set_state,
+    try_park,
+)
+from cute_kernels.gpu.service_block import Own, Stage
+from host.wire import Activity, Command, FinishReason, State, Word
+
+DEADLINE_NS = 2_000_000_000
+"""For the results of a step; shorter than any other wait's, so that a hang is reported from here"""
+
+BEAT_NS = 10_000_000
+NAP_NS = 20_000
+LOG2_E = 1.4426950408889634
+
+
+# -- descriptors -------------------------------------------------------------------------------
+@cute.jit
+def publish(
+    s: cutlass.Constexpr, kind: Int32, rows: Int32, position: Int32, last_phase: Int32, token: Int32
+):
+    """Open a step. The fence orders all that this warp has written before, cleared results and
+    copied prompts included, before the tag."""
+    tag = get_int(s, Own.TAG) + 1
+    fields = {
+        Desc.KIND: kind, Desc.ROWS: rows, Desc.POSITION: position, Desc.COMMITTED: position,
+        Desc.FIRST_PHASE: Int32(0), Desc.LAST_PHASE: last_phase, Desc.TOKEN: token,
+        Desc.ROW_POSITION: position, Desc.PATH: Int32(0), Desc.PATH + 1: Int32(0),
+    }  # fmt: skip
+    names = list(fields)
+    if s.lane == 0:
+        for i in cutlass.range_constexpr(len(names)):
+            sync.st_word(s.board + desc_at(int(names[i])), Uint32(fields[names[i]]))
+    cute.arch.sync_warp()
+    sync.fence_gpu()
+    cute.arch.sync_warp()
+    if s.lane == 0:
+        sync.st_word(s.board + desc_at(int(Desc.TAG)), Uint32(tag))
+    put(s, Own.TAG, tag)
+
+
+@cute.jit
+def open_step(s: cutlass.Constexpr, layers: Int32):
+    """The slot's next step: a chunk of its prompt without the last token, or a token."""
+    kv, prompt = get_int(s, Own.KV_TOKENS), get_int(s, Own.PROMPT_TOKENS)
+    rows = cutlass.min(Int32(CHUNK_TOKENS), prompt - 1 - kv)
+    kind, last_phase, token = Int32(int(Segment.PROMPT)), 4 * layers, Int32(0)
+    if rows <= 0:
+        kind, rows, last_phase = Int32(int(Segment.DECODE)), Int32(1), 4 * layers + 1
+        token = get_int(s, Own.NEWEST)
+        if get(s, Own.STAGE) == int(Stage.PREFILL):
+            token = token_at(s, kv)
+    else:
+        put(s, Own.DONE, get_int(s, Own.DONE) + s.ctas)
+    publish(s, kind, rows, kv, last_phase, token)
+    put(s, Own.FLIGHT, kind)
+    put(s, Own.FLIGHT_ROWS, rows)
+
+
+# -- results -----------------------------------------------------------------------------------
+def _share(s, i: int):
+    """Address of the i-th CTA's results that this lane looks after; beyond the last, its."""
+    cta = cutlass.min(s.lane + 32 * i, Int32(s.ctas - 1))
+    return s.board + result_at(0, 0) + Int64(cta) * (result_at(0, 1) - result_at(0, 0))
+
+
+@cute.jit
+def overdue(s: cutlass.Constexpr, tries: Int32, beat: Int64, since: Int64, missing: Int32):
+    """Once per turn of a wait for the CTAs: signs of life, and the end when the deadline passes.
+
+    missing: 0, or how many CTAs of this lane's share are missing; -1: not known.
+    """
+    tries = tries + 1
+    if (tries & 63) == 0:
+        now = mapped.now()
+        if now - beat > BEAT_NS:
+            beat = now
+            heartbeat(s, Int32(int(Activity.WORKING)), get_int(s, Own.FLIGHT_ROWS))
+            sample_phases(s)
+        if now - since > DEADLINE_NS:
+            report_hang(s)
+    return tries, beat
+
+
+@cute.jit
+def wait_results(s: cutlass.Constexpr):
+    """Until every CTA has spoken about row 0: this lane's largest logit, its smallest token, the
+    sum of exp(logit - largest) over its share, and whether some logit was bad."""
+    n = -(-s.ctas // 32)
+    words = [sync.ld_words(_share(s, i)) for i in range(n)]
+    missing = sync.any_lane_empty(sync.largest([w for v in words for w in v]))
+    tries, beat = Int32(0), mapped.now()
+    since = beat
+    while missing != 0:
+        words = [
+            sync.ld_missing_words(_share(s, i), words[i], sync.largest(list(words[i])))
+            for i in range(n)
+        ]
+        missing = sync.any_lane_empty(sync.largest([w for v in words for w in v]))
+        tries, beat = overdue(s, tries, beat, since, missing)
+    return words
+
+
+def merge(s, words):
+    """(largest logit, its smallest token, log2 of the sum of exp(logit - largest), flags) of the
+    row, in every lane."""
+    share = []
+    for i, (logit, token, total, flags) in enumerate(words):
+        mine = Int32(s.lane + 32 * i < s.ctas)
+        share.append(
+            (
+                sync.choose(mine, sync.as_float(logit), Float32(float("-inf"))),
+                sync.as_int(sync.select(mine, token, Uint32(2**31 - 1))),
+                sync.choose(mine, sync.as_float(total), Float32(0)),
+                sync.select(mine, flags, Uint32(0)),
+            )
+        )
+    best, token = share[0][0], share[0][1]
+    flags = share[0][3]
+    for logit, other, _, bad in share[1:]:
+        best, token = better(best, token, logit, other)
+        flags = flags | bad
+    for distance in (16, 8, 4, 2, 1):
+        logit = cute.arch.shuffle_sync_bfly(best, distance)
+        other = cute.arch.shuffle_sync_bfly(token, distance)
+        best, token = better(best, token, logit, other)
+    total = Float32(0)
+    for logit, _, part, _ in share:
+        total = total + part * mapped.exp2((logit - best) * LOG2_E)
+    for distance in (16, 8, 4, 2, 1):
+        total = total + cute.arch.shuffle_sync_bfly(total, distance)
+    return best, token, mapped.log2(total), mapped.ballot(Int32(flags != Uint32(0)))
+
+
+def better(a, i, b, j):
+    """(logit, token) of the two that is first: the larger logit, at a tie the smaller id."""
+    takes = Int32((b > a) | ((b == a) & (j < i)))
+    return sync.choose(takes, b, a), sync.as_int(sync.select(takes, j, i))
+
+
+@cute.jit
+def wait_done(s: cutlass.Constexpr):
+    """Until every CTA has finished a step without results."""
+    target = get_int(s, Own.DONE)
+    tries, beat = Int32(0), mapped.now()
+    since = beat
+    seen = sync.ld_acquire(s.board + int(Board.DONE) * 4)
+    while seen - target < 0:
+        seen = sync.ld_acquire(s.board + int(Board.DONE) * 4)
+        tries, beat = overdue(s, tries, beat, since, Int32(-1))
+
+
+@cute.jit
+def report_hang(s: cutlass.Constexpr):
+    """The deadline has passed: say which phase, and which CTAs are in it, then end the kernel.
+
+    Missing are the CTAs without results, of a step without results those that are in a phase. Of
+    these the least advanced are to blame: the others wait for what they have not published.
+    """
+    n, decode = -(-s.ctas // 32), get(s, Own.FLIGHT) == int(Segment.DECODE)
+    first, lates, phases = Int32(2**30), [], []
+    for i in cutlass.range_constexpr(n):
+        cta = s.lane + 32 * i
+        late, phase = Int32(0), Int32(2**30)
+        if cta < s.ctas:
+            at = s.board + Int64((int(Board.PHASE) + cta) * 4)
+            phase = Int32(sync.ld_word(at))
+            late = Int32(phase != 0)
+            if decode:
+                late = Int32(sync.largest(list(sync.ld_words(_share(s, i)))) == sync.EMPTY)
+        if late != 0:
+            first = cutlass.min(first, phase)
+        lates.append(late)
+        phases.append(phase)
+    for distance in cutlass.range_constexpr(5):
+        first = cutlass.min(first, cute.arch.shuffle_sync_bfly(first, 1 << distance))
+    sample_phases(s)
+    bits = [
+        Int64(mapped.ballot(lates[i] & Int32(phases[i] == first))) & 0xFFFFFFFF for i in range(n)
+    ]
+    if s.lane == 0:
+        mapped.st_word(s.control + 8 * int(Word.FAULT_OPERATION), Int64(first - 1))
+        for i in cutlass.range_constexpr(0, n, 2):
+            both = bits[i] | (bits[i + 1] << 32 if i + 1 < n else Int64(0))
+            mapped.st_word(s.control + 8 * (int(Word.FAULT_WORKERS) + i // 2), both)
+    cute.arch.sync_warp()
+    mapped.fence()
+    set_state(s, State.FAULT)
+    mapped.fence()
+    sync.trap()
+
+
+# -- the end of a step -------------------------------------------------------------------------
+@cute.jit
+def end_decode(s: cutlass.Constexpr, layers: Int32):
+    """Take a token, apply the stop rules, go on at once if nothing speaks against it."""
+    # everything the decision needs is read before the results are there
+    request_id = get(s, Own.REQUEST_ID)
+    kv, prompt = get_int(s, Own.KV_TOKENS), get_int(s, Own.PROMPT_TOKENS)
+    new, most = get_int(s, Own.NEW_TOKENS) + 1, get_int(s, Own.MAX_NEW)
+    may_stop = Int32(new >= get_int(s, Own.MIN_NEW))
+    stop, is_listed = stop_id(s), Int32(s.lane < get_int(s, Own.STOP_COUNT))
+    room = completion_room(s) - 1 >= STEP_ENTRIES
+    held = is_aborted(s) | (get(s, Own.COMMAND) != int(Command.RUN))
+    words = wait_results(s)
+    for i in cutlass.range_constexpr(len(words)):
+        sync.st_words(_share(s, i), [Uint32(sync.EMPTY)] * 4)
+    best, token, log2_sum, flags = merge(s, words)
+    stops = mapped.ballot(is_listed & Int32(stop == token))
+    reason = Int32(0)
+    if new == most:
+        reason = Int32(int(FinishReason.LENGTH))
+    if (may_stop != 0) & (stops != Uint32(0)):  # a stop on the last allowed token is a stop
+        reason = Int32(int(FinishReason.STOP))
+    if (flags != Uint32(0)) | (best == float("-inf")):
+        reason = Int32(int(FinishReason.ERROR))
+    goes_on = Int32(0)
+    if (reason == 0) & room:
+        if held:
+            goes_on = Int32(0)
+        else:
+            goes_on = Int32(1)
+            kind, last = Int32(int(Segment.DECODE)), 4 * layers + 1
+            publish(s, kind, Int32(1), kv + 1, last, token)
+    add(s, Own.STEP, 1)
+    add(s, Own.STEPS, 1)
+    put(s, Own.STAGE, int(Stage.DECODE))
+    if reason == int(FinishReason.ERROR):
+        finish(s, reason, prompt + new - 2)
+    else:
+        emit_tokens(s, request_id, token, -log2_sum * (1 / LOG2_E))
+        put(s, Own.NEW_TOKENS, new)
+        put(s, Own.KV_TOKENS, kv + 1)
+        put(s, Own.NEWEST, token)
+        if reason != 0:
+            finish(s, reason, Int32(0))
+    if goes_on == 0:
+        put(s, Own.FLIGHT, 0)
+
+
+@cute.jit
+def end_prompt(s: cutlass.Constexpr):
+    """A chunk of the prompt is in the pages."""
+    wait_done(s)
+    put(s, Own.KV_TOKENS, get(s, Own.KV_TOKENS) + get(s, Own.FLIGHT_ROWS))
+    add(s, Own.STEP, 1)
+    put(s, Own.FLIGHT, 0)
+
+
+# -- between steps -----------------------------------------------------------------------------
+@cute.jit
+def nap(idle_ns: Int64):
+    """Sleep longer the longer nothing has come, up to NAP_NS."""
+    ns = cutlass.min(Int32(cutlass.min(idle_ns, Int64(NAP_NS * 64))) >> 6, Int32(NAP_NS))
+    if ns > 100:
+        sync.ptx_do("nanosleep.u32 {$r0};", ns)
+
+
+@cute.jit
+def note_pause(s: cutlass.Constexpr):
+    """The loop stands still for want of room: the request in the slot has waited for the host."""
+    if get(s, Own.WAS_PAUSED) == 0:
+        put(s, Own.WAS_PAUSED, 1)
+        add(s, Own.PAUSED, 1)
+        add(s, Own.PAUSES, 1)
+        put(s, Own.IDLE_SINCE, mapped.now())
+
+
+@cute.jit
+def leave(s: cutlass.Constexpr, state: cutlass.Constexpr):
+    """All CTAs leave; the state is written when they have said so."""
+    set_state(s, State.PARKING)
+    heartbeat(s, Int32(int(Activity.IDLE)), Int32(0))
+    put(s, Own.DONE, get_int(s, Own.DONE) + s.ctas)
+    put(s, Own.FLIGHT, int(Segment.LEAVE))
+    zero = Int32(0)
+    publish(s, Int32(int(Segment.LEAVE)), zero, zero, zero, zero)
+    wait_done(s)
+    put(s, Own.FLIGHT, 0)
+    if s.lane == 0:
+        sync.st_word(s.board + int(Board.FIRST_TAG) * 4, Uint32(get_int(s, Own.TAG)))
+    cute.arch.sync_warp()
+    mapped.fence()
+    set_state(s, state)
+
+
+@cute.jit
+def between_steps(s: cutlass.Constexpr, layers: Int32, taken: Int32):
+    """Open the next step, or idle, or pause, or leave (1)."""
+    leaves = Int32(0)
+    command = get(s, Own.COMMAND)
+    if command == int(Command.SHUTDOWN):
+        leave(s, State.STOPPED)
+        leaves = Int32(1)
+    elif command == int(Command.PARK):
+        leave(s, State.PARKED)
+        leaves = Int32(1)
+    else:
+        abort_slot(s)
+        admit(s)
+        now = mapped.now()
+        if taken != 0:
+            put(s, Own.IDLE_SINCE, now)
+        if get(s, Own.STAGE) != int(Stage.FREE):
+            if completion_room(s) >= STEP_ENTRIES:
+                copy_prompt(s, get(s, Own.KV_TOKENS) + 1)
+                open_step(s, layers)
+                put(s, Own.WAS_PAUSED, 0)
+                put(s, Own.IDLE_SINCE, now)
+            else:
+                note_pause(s)
+                heartbeat(s, Int32(int(Activity.PAUSED)), Int32(0))
+                nap(now - get(s, Own.IDLE_SINCE))
+        else:
+            heartbeat(s, Int32(int(Activity.IDLE)), Int32(0))
+            idle, limit = now - get(s, Own.IDLE_SINCE), get(s, Own.PARK_AFTER_NS)
+            if (limit >= 0) & (idle > limit):
+                if try_park(s) != 0:
+                    leave(s, State.PARKED)
+                    leaves = Int32(1)
+            if leaves == 0:
+                nap(idle)
+    return leaves
+
+
+# -- the warp's life ---------------------------------------------------------------------------
+@cute.jit
+def serve(s: cutlass.Constexpr, layers: Int32):
+    """From launch to park or shutdown."""
+    first_tag = Int32(sync.ld_word(s.board + int(Board.FIRST_TAG) * 4))
+    put(s, Own.TAG, first_tag)
+    put(s, Own.DONE, sync.ld_acquire(s.board + int(Board.DONE) * 4))
+    put(s, Own.FLIGHT, 0)
+    put(s, Own.IDLE_SINCE, mapped.now())
+    leaves = Int32(0)
+    while leaves == 0:
+        look(s)
+        flight, kept = get_int(s, Own.FLIGHT), Int64(0)
+        if flight != 0:
+            kept = Int64(STEP_ENTRIES)  # the step that runs may write as many
+        drain_aborts(s)
+        taken = drain_requests(s, kept)
+        abort_pending(s, kept)
+        if flight != 0:
+            heartbeat(s, Int32(int(Activity.WORKING)), get_int(s, Own.FLIGHT_ROWS))
+            if flight == int(Segment.DECODE):
+                end_decode(s, layers)
+            else:
+                copy_prompt(s, get(s, Own.COPIED) + 1)
+                end_prompt(s)
+        else:
+            leaves = between_steps(s, layers, taken)
+
+
+def run_service(k, bid):
+    """The life of the service warp: called by one warp of CTA `bid` = 0, all 32 lanes.
+
+    k.args: address of the table of arguments; k.lane, k.c.ctas.
+    """
+
+    def argument(which):
+        return mapped.ld_own(k.args + 8 * int(which))
+
+    s = Service(k, argument(Arg.SERVICE), argument(Arg.BOARD), argument(Arg.TOKENS))
+    serve(s, Int32(argument(Arg.LAYERS)))
