@@ -54,7 +54,7 @@ def finish(s: cutlass.Constexpr, reason, position):
 
 # -- aborts ------------------------------------------------------------------------------------
 def is_aborted(s):
-    """Whether the slot's request is to end; for a slot in use."""
+    """1 if the slot's request is to end; for a slot in use."""
     return is_marked(s, get(s, Own.REQUEST_ID))
 
 
@@ -63,7 +63,7 @@ def abort_slot(s: cutlass.Constexpr):
     """End the slot's request if the host asked for it and there is room to answer; not while a
     step runs."""
     if get(s, Own.STAGE) != int(Stage.FREE):
-        if is_aborted(s) & (completion_room(s) >= 1):
+        if (is_aborted(s) != 0) & (completion_room(s) >= 1):
             finish(s, Int32(int(FinishReason.ABORT)), Int32(0))
 
 
@@ -75,7 +75,7 @@ def abort_pending(s: cutlass.Constexpr, kept: Int64):
     if get(s, Own.ABORTS_SEEN) != 0:
         unanswered = Int32(0)
         if get(s, Own.STAGE) != int(Stage.FREE):
-            if is_aborted(s):  # its turn comes between steps
+            if is_aborted(s) != 0:  # its turn comes between steps
                 unanswered = Int32(1)
         to, i, tail = get(s, Own.PENDING_HEAD), get(s, Own.PENDING_HEAD), get(s, Own.PENDING_TAIL)
         while i - tail < 0:
@@ -85,7 +85,7 @@ def abort_pending(s: cutlass.Constexpr, kept: Int64):
             words = [mapped.from_lane(word, n) for n in range(ENTRY_WORDS)]
             request_id = mapped.field(words, REQUEST, "request_id")
             keep = Int32(1)
-            if is_marked(s, request_id):
+            if is_marked(s, request_id) != 0:
                 if completion_room(s) - kept >= 1:
                     none = Int32(0)
                     reason = Int32(int(FinishReason.ABORT))

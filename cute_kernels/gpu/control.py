@@ -37,9 +37,8 @@ DRIFT_PPM = 50
 class Service:
     """Where the service warp finds things: addresses and places, fixed for a launch."""
 
-    def __init__(self, k, block, board, tokens):
-        self.k, self.block, self.board, self.tokens = k, block, board, tokens
-        self.lane = k.lane
+    def __init__(self, k, block, tokens):
+        self.block, self.board, self.tokens, self.lane = block, k.board, tokens, k.lane
         self.ctas = k.c.ctas
         for name in ("CONTROL", "REQUEST", "COMPLETION", "ABORT", "POOL"):
             setattr(self, name.lower(), get(self, Own[name]))
@@ -76,8 +75,8 @@ def mark_of(s, request_id):
 
 
 def is_marked(s, request_id):
-    """Whether the host has asked to abort this request."""
-    return mapped.ld_own(mark_of(s, request_id)) == request_id
+    """1 if the host has asked to abort this request."""
+    return Int32(mapped.ld_own(mark_of(s, request_id)) == request_id)
 
 
 # -- reading the host --------------------------------------------------------------------------
@@ -158,7 +157,7 @@ def drain_requests(s: cutlass.Constexpr, kept: Int64):
                     mapped.st_own(pending_at(s, tail) + 8 * s.lane, word)
                 cute.arch.sync_warp()
                 put(s, Own.PENDING_TAIL, tail + 1)
-                if is_marked(s, request_id):
+                if is_marked(s, request_id) != 0:
                     add(s, Own.ABORTS_SEEN, 1)
             put(s, Own.REQUEST_HEAD, head + 1)
             if s.lane == 0:

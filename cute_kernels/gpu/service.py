@@ -41,6 +41,7 @@ from cute_kernels.gpu.control import (
     set_state,
     try_park,
 )
+from cute_kernels.gpu.core import arg
 from cute_kernels.gpu.service_block import Own, Stage
 from host.wire import Activity, Command, FinishReason, State, Word
 
@@ -103,11 +104,8 @@ def _share(s, i: int):
 
 
 @cute.jit
-def overdue(s: cutlass.Constexpr, tries: Int32, beat: Int64, since: Int64, missing: Int32):
-    """Once per turn of a wait for the CTAs: signs of life, and the end when the deadline passes.
-
-    missing: 0, or how many CTAs of this lane's share are missing; -1: not known.
-    """
+def overdue(s: cutlass.Constexpr, tries: Int32, beat: Int64, since: Int64):
+    """Once per turn of a wait for the CTAs: signs of life, and the end when the deadline passes."""
     tries = tries + 1
     if (tries & 63) == 0:
         now = mapped.now()
@@ -135,7 +133,7 @@ def wait_results(s: cutlass.Constexpr):
             for i in range(n)
         ]
         missing = sync.any_lane_empty(sync.largest([w for v in words for w in v]))
-        tries, beat = overdue(s, tries, beat, since, missing)
+        tries, beat = overdue(s, tries, beat, since)
     return words
 
 
@@ -185,7 +183,7 @@ def wait_done(s: cutlass.Constexpr):
     seen = sync.ld_acquire(s.board + int(Board.DONE) * 4)
     while seen - target < 0:
         seen = sync.ld_acquire(s.board + int(Board.DONE) * 4)
-        tries, beat = overdue(s, tries, beat, since, Int32(-1))
+        tries, beat = overdue(s, tries, beat, since)
 
 
 @cute.jit
@@ -238,8 +236,8 @@ def end_decode(s: cutlass.Constexpr, layers: Int32):
     new, most = get_int(s, Own.NEW_TOKENS) + 1, get_int(s, Own.MAX_NEW)
     may_stop = Int32(new >= get_int(s, Own.MIN_NEW))
     stop, is_listed = stop_id(s), Int32(s.lane < get_int(s, Own.STOP_COUNT))
-    room = completion_room(s) - 1 >= STEP_ENTRIES
-    held = is_aborted(s) | (get(s, Own.COMMAND) != int(Command.RUN))
+    has_room = completion_room(s) - 1 >= STEP_ENTRIES
+    may_go_on = has_room & (get(s, Own.COMMAND) == int(Command.RUN)) & (is_aborted(s) == 0)
     words = wait_results(s)
     for i in cutlass.range_constexpr(len(words)):
         sync.st_words(_share(s, i), [Uint32(sync.EMPTY)] * 4)
@@ -252,14 +250,9 @@ def end_decode(s: cutlass.Constexpr, layers: Int32):
         reason = Int32(int(FinishReason.STOP))
     if (flags != Uint32(0)) | (best == float("-inf")):
         reason = Int32(int(FinishReason.ERROR))
-    goes_on = Int32(0)
-    if (reason == 0) & room:
-        if held:
-            goes_on = Int32(0)
-        else:
-            goes_on = Int32(1)
-            kind, last = Int32(int(Segment.DECODE)), 4 * layers + 1
-            publish(s, kind, Int32(1), kv + 1, last, token)
+    goes_on = Int32((reason == 0) & may_go_on)
+    if goes_on != 0:
+        publish(s, Int32(int(Segment.DECODE)), Int32(1), kv + 1, 4 * layers + 1, token)
     add(s, Own.STEP, 1)
     add(s, Own.STEPS, 1)
     put(s, Own.STAGE, int(Stage.DECODE))
@@ -274,6 +267,7 @@ def end_decode(s: cutlass.Constexpr, layers: Int32):
             finish(s, reason, Int32(0))
     if goes_on == 0:
         put(s, Own.FLIGHT, 0)
+        put(s, Own.IDLE_SINCE, mapped.now())
 
 
 @cute.jit
@@ -390,14 +384,6 @@ def serve(s: cutlass.Constexpr, layers: Int32):
             leaves = between_steps(s, layers, taken)
 
 
-def run_service(k, bid):
-    """The life of the service warp: called by one warp of CTA `bid` = 0, all 32 lanes.
-
-    k.args: address of the table of arguments; k.lane, k.c.ctas.
-    """
-
-    def argument(which):
-        return mapped.ld_own(k.args + 8 * int(which))
-
-    s = Service(k, argument(Arg.SERVICE), argument(Arg.BOARD), argument(Arg.TOKENS))
-    serve(s, Int32(argument(Arg.LAYERS)))
+def run_service(k):
+    """The life of the service warp of CTA 0, all 32 lanes; see core.Core."""
+    serve(Service(k, arg(k, Arg.SERVICE), arg(k, Arg.TOKENS)), k.layers)
