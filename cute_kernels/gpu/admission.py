@@ -11,7 +11,6 @@ from cutlass import Int32, Int64
 from cute_kernels.gpu import mapped
 from cute_kernels.gpu.control import (
     ENTRY,
-    add,
     completion_room,
     emit,
     emit_terminal,

@@ -33,7 +33,6 @@ from cute_kernels.gpu.control import (
     emit_tokens,
     get,
     get_int,
-    has_aborts,
     heartbeat,
     look,
     put,

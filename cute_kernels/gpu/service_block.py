@@ -7,12 +7,12 @@ device and tests share it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 
 import numpy as np
 
-from host.wire import ENTRY_WORDS, PARAMS
+from host.wire import ENTRY_WORDS, PARAMS, Wire
 
 PARAMS_AT = 512
 MARKS_AT = PARAMS_AT + PARAMS.itemsize
@@ -102,3 +102,23 @@ def make_block(constants: Mapping[Own, int], *, first_sequence: int = 0) -> np.n
     for word, value in constants.items():
         block[word] = value
     return block
+
+
+def wire_constants(
+    wire: Wire, address: Callable[[np.ndarray], int], *, ctx: int, pages: int, park_after_ns: int
+) -> dict[Own, int]:
+    """The block's constants for a wire whose arrays the device finds at `address(array)`."""
+    return {
+        Own.CONTROL: address(wire.control),
+        Own.REQUEST: address(wire.request_words),
+        Own.COMPLETION: address(wire.completion_words),
+        Own.ABORT: address(wire.abort),
+        Own.POOL: address(wire.pool),
+        Own.REQUEST_MASK: len(wire.request) - 1,
+        Own.COMPLETION_ENTRIES: len(wire.completion),
+        Own.ABORT_MASK: len(wire.abort) - 1,
+        Own.INFLIGHT: len(wire.abort) // 2,
+        Own.CTX: ctx,
+        Own.PAGES: pages,
+        Own.PARK_AFTER_NS: park_after_ns,
+    }
