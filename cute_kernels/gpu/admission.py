@@ -29,9 +29,7 @@ CHUNK_TOKENS = 256
 
 def _param(s, name):
     """A number of the request's parameters, from the copy in the block."""
-    kind, offset = PARAMS.fields[name][:2]
-    assert kind.itemsize == 4
-    return mapped.ld_own_int(s.block + PARAMS_AT + offset)
+    return mapped.ld_own_field(s.block + PARAMS_AT, PARAMS, name)
 
 
 def stop_id(s):
@@ -78,11 +76,7 @@ def abort_pending(s: cutlass.Constexpr, kept: Int64):
                 unanswered = Int32(1)
         to, i, tail = get(s, Own.PENDING_HEAD), get(s, Own.PENDING_HEAD), get(s, Own.PENDING_TAIL)
         while i - tail < 0:
-            word = Int64(0)
-            if s.lane < ENTRY_WORDS:
-                word = mapped.ld_own(pending_at(s, i) + 8 * s.lane)
-            words = [mapped.from_lane(word, n) for n in range(ENTRY_WORDS)]
-            request_id = mapped.field(words, REQUEST, "request_id")
+            request_id = mapped.ld_own_field(pending_at(s, i), REQUEST, "request_id")
             keep = Int32(1)
             if is_marked(s, request_id) != 0:
                 if completion_room(s) - kept >= 1:
@@ -95,6 +89,7 @@ def abort_pending(s: cutlass.Constexpr, kept: Int64):
             if keep != 0:
                 if to != i:
                     if s.lane < ENTRY_WORDS:
+                        word = mapped.ld_own(pending_at(s, i) + 8 * s.lane)
                         mapped.st_own(pending_at(s, to) + 8 * s.lane, word)
                     cute.arch.sync_warp()
                 to = to + 1
@@ -123,10 +118,9 @@ def admit(s: cutlass.Constexpr):
 def _admit_head(s: cutlass.Constexpr, head: Int64):
     """1 when the next one is worth a look."""
     at = pending_at(s, head)
-    words = [mapped.ld_own(at + 8 * i) for i in range(ENTRY_WORDS)]
-    request_id = mapped.field(words, REQUEST, "request_id")
-    prompt_tokens = mapped.field(words, REQUEST, "prompt_tokens")
-    asked = mapped.field(words, REQUEST, "max_new_tokens")
+    request_id = mapped.ld_own_field(at, REQUEST, "request_id")
+    prompt_tokens = mapped.ld_own_field(at, REQUEST, "prompt_tokens")
+    asked = mapped.ld_own_field(at, REQUEST, "max_new_tokens")
     new_tokens = cutlass.min(asked, get_int(s, Own.CTX) - prompt_tokens)
     more = Int32(0)
     if new_tokens == 0:
@@ -136,7 +130,7 @@ def _admit_head(s: cutlass.Constexpr, head: Int64):
             put(s, Own.PENDING_HEAD, head + 1)
             more = Int32(1)
     else:
-        block = mapped.field(words, REQUEST, "block")
+        block = mapped.ld_own_field(at, REQUEST, "block")
         # the parameters are one pool block: 8 bytes a lane
         source = s.pool + Int64(block) * BLOCK_BYTES + 8 * Int64(s.lane)
         mapped.st_own(s.block + PARAMS_AT + 8 * Int64(s.lane), mapped.ld_word(source))

@@ -35,15 +35,19 @@ DRIFT_PPM = 50
 
 
 class Service:
-    """Where the service warp finds things: addresses and places, fixed for a launch."""
+    """Where the service warp finds things, fixed for a launch. What an address is read from the
+    block for is used at once: the warp has few registers."""
 
-    def __init__(self, k, block, tokens):
-        self.block, self.board, self.tokens, self.lane = block, k.board, tokens, k.lane
-        self.ctas = k.c.ctas
-        for name in ("CONTROL", "REQUEST", "COMPLETION", "ABORT", "POOL"):
-            setattr(self, name.lower(), get(self, Own[name]))
-        self.inflight = get(self, Own.INFLIGHT)
-        self.pending = block + MARKS_AT + 8 * self.inflight
+    def __init__(self, k, block):
+        self.block, self.board, self.lane, self.ctas = block, k.board, k.lane, k.c.ctas
+
+    control = property(lambda self: get(self, Own.CONTROL))
+    request = property(lambda self: get(self, Own.REQUEST))
+    completion = property(lambda self: get(self, Own.COMPLETION))
+    abort = property(lambda self: get(self, Own.ABORT))
+    pool = property(lambda self: get(self, Own.POOL))
+    tokens = property(lambda self: get(self, Own.TOKENS))
+    inflight = property(lambda self: get(self, Own.INFLIGHT))
 
 
 # -- the warp's own words ----------------------------------------------------------------------
@@ -173,7 +177,8 @@ def drain_requests(s: cutlass.Constexpr, kept: Int64):
 
 
 def pending_at(s, index):
-    return s.pending + (index & (s.inflight - 1)) * ENTRY
+    most = s.inflight
+    return s.block + MARKS_AT + 8 * most + (index & (most - 1)) * ENTRY
 
 
 # -- clocks ------------------------------------------------------------------------------------
@@ -244,25 +249,21 @@ def emit_terminal(s: cutlass.Constexpr, request_id, reason, new_tokens, steps, p
 @cute.jit
 def heartbeat(s: cutlass.Constexpr, activity: Int32, rows: Int32):
     """Show the host that the loop turns, what it does, and what is free: one line of the wire."""
-    is_free, pages = Int64(0), Int64(0)
-    if get(s, Own.STAGE) == int(Stage.FREE):
-        is_free, pages = Int64(1), get(s, Own.PAGES)
-    line = {
-        Word.HEARTBEAT: host_time(s),
-        Word.STEP: get(s, Own.STEP),
-        Word.ACTIVITY: Int64(activity),
-        Word.PAUSES: get(s, Own.PAUSED),
-        Word.ROWS: Int64(rows),
-        Word.FREE_PAGES: pages,
-        Word.FREE_SLOTS: is_free,
-        Word.PENDING: get(s, Own.PENDING_TAIL) - get(s, Own.PENDING_HEAD),
-    }
-    first = int(Word.HEARTBEAT)
-    assert sorted(line) == list(range(first, first + 8))
     if s.lane == 0:
-        for i in cutlass.range_constexpr(6, -1, -2):
-            at = first + i
-            mapped.st_pair(s.control + 8 * at, line[Word(at)], line[Word(at + 1)])
+        is_free = Int64(0)
+        if get(s, Own.STAGE) == int(Stage.FREE):
+            is_free = Int64(1)
+        pending = get(s, Own.PENDING_TAIL) - get(s, Own.PENDING_HEAD)
+        _show(s, Word.FREE_SLOTS, is_free, Word.PENDING, pending)
+        _show(s, Word.ROWS, Int64(rows), Word.FREE_PAGES, is_free * get(s, Own.PAGES))
+        _show(s, Word.ACTIVITY, Int64(activity), Word.PAUSES, get(s, Own.PAUSED))
+        _show(s, Word.HEARTBEAT, host_time(s), Word.STEP, get(s, Own.STEP))
+
+
+def _show(s, first: Word, value, second: Word, other):
+    """Two neighbouring words of the control block."""
+    assert second == first + 1 and first % 2 == 0
+    mapped.st_pair(s.control + 8 * int(first), value, other)
 
 
 @cute.jit

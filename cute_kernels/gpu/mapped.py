@@ -117,6 +117,13 @@ def field(words, dtype: np.dtype, name: str):
     return Int32(word >> (offset % 8 * 8))
 
 
+def ld_own_field(addr, dtype: np.dtype, name: str):
+    """A field of an entry in device memory that only this warp touches."""
+    offset, size, n = _place(dtype, name)
+    assert n == 1 and size in (4, 8)
+    return ld_own(addr + offset) if size == 8 else ld_own_int(addr + offset)
+
+
 def entry_words(dtype: np.dtype, **values):
     """An entry as int64 words, its sequence word 0. Values are Int64, or Int32 for what is
     smaller (fp32 as its bits), a list for an array; what is not named is 0."""

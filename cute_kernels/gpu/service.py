@@ -97,71 +97,82 @@ def open_step(s: cutlass.Constexpr, layers: Int32):
 
 # -- results -----------------------------------------------------------------------------------
 def _share(s, i: int):
-    """Address of the i-th CTA's results that this lane looks after; beyond the last, its."""
-    cta = cutlass.min(s.lane + 32 * i, Int32(s.ctas - 1))
-    return s.board + result_at(0, 0) + Int64(cta) * (result_at(0, 1) - result_at(0, 0))
+    """Address of the i-th CTA's results that this lane looks after."""
+    size = result_at(0, 1) - result_at(0, 0)
+    return s.board + result_at(0, 0) + Int64(s.lane) * size + 32 * size * i
+
+
+def _is_cta(s, i: int):
+    """Whether there is such a CTA: only the last share may lie beyond the grid."""
+    return Int32(s.lane + 32 * i < s.ctas)
+
+
+def _worst(s, words):
+    """EMPTY if a word of this lane's CTAs is."""
+    found = Uint32(0)
+    for i, share in enumerate(words):
+        worst = sync.largest(list(share))
+        if 32 * (i + 1) > s.ctas:
+            worst = sync.select(_is_cta(s, i), worst, Uint32(0))
+        found = sync.larger(found, worst)
+    return found
 
 
 @cute.jit
-def overdue(s: cutlass.Constexpr, tries: Int32, beat: Int64, since: Int64):
-    """Once per turn of a wait for the CTAs: signs of life, and the end when the deadline passes."""
-    tries = tries + 1
-    if (tries & 63) == 0:
-        now = mapped.now()
-        if now - beat > BEAT_NS:
-            beat = now
-            heartbeat(s, Int32(int(Activity.WORKING)), get_int(s, Own.FLIGHT_ROWS))
-            sample_phases(s)
-        if now - since > DEADLINE_NS:
-            report_hang(s)
-    return tries, beat
+def begin_wait(s: cutlass.Constexpr):
+    now = mapped.now()
+    put(s, Own.SINCE, now)
+    put(s, Own.BEAT, now)
+
+
+@cute.jit
+def overdue(s: cutlass.Constexpr):
+    """Now and then in a wait for the CTAs: signs of life, and the end at the deadline."""
+    now = mapped.now()
+    if now - get(s, Own.BEAT) > BEAT_NS:
+        put(s, Own.BEAT, now)
+        heartbeat(s, Int32(int(Activity.WORKING)), get_int(s, Own.FLIGHT_ROWS))
+        sample_phases(s)
+    if now - get(s, Own.SINCE) > DEADLINE_NS:
+        report_hang(s)
 
 
 @cute.jit
 def wait_results(s: cutlass.Constexpr):
-    """Until every CTA has spoken about row 0: this lane's largest logit, its smallest token, the
-    sum of exp(logit - largest) over its share, and whether some logit was bad."""
+    """Until every CTA has spoken about row 0; for each CTA of this lane's share its four words."""
     n = -(-s.ctas // 32)
     words = [sync.ld_words(_share(s, i)) for i in range(n)]
-    missing = sync.any_lane_empty(sync.largest([w for v in words for w in v]))
-    tries, beat = Int32(0), mapped.now()
-    since = beat
+    missing, tries = sync.any_lane_empty(_worst(s, words)), Int32(0)
     while missing != 0:
         words = [
             sync.ld_missing_words(_share(s, i), words[i], sync.largest(list(words[i])))
             for i in range(n)
         ]
-        missing = sync.any_lane_empty(sync.largest([w for v in words for w in v]))
-        tries, beat = overdue(s, tries, beat, since)
+        missing, tries = sync.any_lane_empty(_worst(s, words)), tries + 1
+        if (tries & 63) == 0:
+            overdue(s)
+            words = [sync.ld_words(_share(s, i)) for i in range(n)]  # none is kept meanwhile
+            missing = sync.any_lane_empty(_worst(s, words))
     return words
 
 
 def merge(s, words):
     """(largest logit, its smallest token, log2 of the sum of exp(logit - largest), flags) of the
     row, in every lane."""
-    share = []
-    for i, (logit, token, total, flags) in enumerate(words):
-        mine = Int32(s.lane + 32 * i < s.ctas)
-        share.append(
-            (
-                sync.choose(mine, sync.as_float(logit), Float32(float("-inf"))),
-                sync.as_int(sync.select(mine, token, Uint32(2**31 - 1))),
-                sync.choose(mine, sync.as_float(total), Float32(0)),
-                sync.select(mine, flags, Uint32(0)),
-            )
-        )
-    best, token = share[0][0], share[0][1]
-    flags = share[0][3]
-    for logit, other, _, bad in share[1:]:
-        best, token = better(best, token, logit, other)
-        flags = flags | bad
+    best, token, flags = Float32(float("-inf")), Int32(2**31 - 1), Uint32(0)
+    for i, (logit, other, _, bad) in enumerate(words):
+        mine = _is_cta(s, i)
+        logit = sync.choose(mine, sync.as_float(logit), Float32(float("-inf")))
+        best, token = better(best, token, logit, sync.as_int(other))
+        flags = flags | sync.select(mine, bad, Uint32(0))
     for distance in (16, 8, 4, 2, 1):
         logit = cute.arch.shuffle_sync_bfly(best, distance)
         other = cute.arch.shuffle_sync_bfly(token, distance)
         best, token = better(best, token, logit, other)
     total = Float32(0)
-    for logit, _, part, _ in share:
-        total = total + part * mapped.exp2((logit - best) * LOG2_E)
+    for i, (logit, _, part, _) in enumerate(words):
+        part = sync.as_float(part) * mapped.exp2((sync.as_float(logit) - best) * LOG2_E)
+        total = total + sync.choose(_is_cta(s, i), part, Float32(0))
     for distance in (16, 8, 4, 2, 1):
         total = total + cute.arch.shuffle_sync_bfly(total, distance)
     return best, token, mapped.log2(total), mapped.ballot(Int32(flags != Uint32(0)))
@@ -176,13 +187,13 @@ def better(a, i, b, j):
 @cute.jit
 def wait_done(s: cutlass.Constexpr):
     """Until every CTA has finished a step without results."""
-    target = get_int(s, Own.DONE)
-    tries, beat = Int32(0), mapped.now()
-    since = beat
+    begin_wait(s)
+    target, tries = get_int(s, Own.DONE), Int32(0)
     seen = sync.ld_acquire(s.board + int(Board.DONE) * 4)
     while seen - target < 0:
-        seen = sync.ld_acquire(s.board + int(Board.DONE) * 4)
-        tries, beat = overdue(s, tries, beat, since)
+        seen, tries = sync.ld_acquire(s.board + int(Board.DONE) * 4), tries + 1
+        if (tries & 63) == 0:
+            overdue(s)
 
 
 @cute.jit
@@ -198,8 +209,7 @@ def report_hang(s: cutlass.Constexpr):
         cta = s.lane + 32 * i
         late, phase = Int32(0), Int32(2**30)
         if cta < s.ctas:
-            at = s.board + Int64((int(Board.PHASE) + cta) * 4)
-            phase = Int32(sync.ld_word(at))
+            phase = Int32(sync.ld_word(s.board + Int64((int(Board.PHASE) + cta) * 4)))
             late = Int32(phase != 0)
             if decode:
                 late = Int32(sync.largest(list(sync.ld_words(_share(s, i)))) == sync.EMPTY)
@@ -229,36 +239,39 @@ def report_hang(s: cutlass.Constexpr):
 @cute.jit
 def end_decode(s: cutlass.Constexpr, layers: Int32):
     """Take a token, apply the stop rules, go on at once if nothing speaks against it."""
-    # everything the decision needs is read before the results are there
-    request_id = get(s, Own.REQUEST_ID)
-    kv, prompt = get_int(s, Own.KV_TOKENS), get_int(s, Own.PROMPT_TOKENS)
-    new, most = get_int(s, Own.NEW_TOKENS) + 1, get_int(s, Own.MAX_NEW)
-    may_stop = Int32(new >= get_int(s, Own.MIN_NEW))
-    stop, is_listed = stop_id(s), Int32(s.lane < get_int(s, Own.STOP_COUNT))
+    # all that the decision needs is read before the results are there
+    new = get_int(s, Own.NEW_TOKENS) + 1
+    is_last = Int32(new == get_int(s, Own.MAX_NEW))
+    stop, may_stop = stop_id(s), Int32(new >= get_int(s, Own.MIN_NEW))
+    is_listed = may_stop & Int32(s.lane < get_int(s, Own.STOP_COUNT))
+    stop = sync.as_int(sync.select(is_listed, stop, Int32(-1)))
     has_room = completion_room(s) - 1 >= STEP_ENTRIES
-    may_go_on = has_room & (get(s, Own.COMMAND) == int(Command.RUN)) & (is_aborted(s) == 0)
+    is_free = (get(s, Own.COMMAND) == int(Command.RUN)) & (is_aborted(s) == 0)
+    may_go_on = Int32(has_room & is_free)
+    begin_wait(s)
     words = wait_results(s)
     for i in cutlass.range_constexpr(len(words)):
         sync.st_words(_share(s, i), [Uint32(sync.EMPTY)] * 4)
     best, token, log2_sum, flags = merge(s, words)
-    stops = mapped.ballot(is_listed & Int32(stop == token))
+    stops = mapped.ballot(stop == token)
     reason = Int32(0)
-    if new == most:
+    if is_last != 0:
         reason = Int32(int(FinishReason.LENGTH))
-    if (may_stop != 0) & (stops != Uint32(0)):  # a stop on the last allowed token is a stop
+    if stops != Uint32(0):  # a stop on the last allowed token is a stop
         reason = Int32(int(FinishReason.STOP))
     if (flags != Uint32(0)) | (best == float("-inf")):
         reason = Int32(int(FinishReason.ERROR))
-    goes_on = Int32((reason == 0) & may_go_on)
+    goes_on = Int32(reason == 0) & may_go_on
+    kv = get_int(s, Own.KV_TOKENS)
     if goes_on != 0:
         publish(s, Int32(int(Segment.DECODE)), Int32(1), kv + 1, 4 * layers + 1, token)
     add(s, Own.STEP, 1)
     add(s, Own.STEPS, 1)
     put(s, Own.STAGE, int(Stage.DECODE))
     if reason == int(FinishReason.ERROR):
-        finish(s, reason, prompt + new - 2)
+        finish(s, reason, kv)
     else:
-        emit_tokens(s, request_id, token, -log2_sum * (1 / LOG2_E))
+        emit_tokens(s, get(s, Own.REQUEST_ID), token, -log2_sum * (1 / LOG2_E))
         put(s, Own.NEW_TOKENS, new)
         put(s, Own.KV_TOKENS, kv + 1)
         put(s, Own.NEWEST, token)
@@ -385,4 +398,4 @@ def serve(s: cutlass.Constexpr, layers: Int32):
 
 def run_service(k):
     """The life of the service warp of CTA 0, all 32 lanes; see core.Core."""
-    serve(Service(k, arg(k, Arg.SERVICE), arg(k, Arg.TOKENS)), k.layers)
+    serve(Service(k, arg(k, Arg.SERVICE)), k.layers)

@@ -45,6 +45,7 @@ class Own(IntEnum):
     CTX = 9
     PAGES = 10
     PARK_AFTER_NS = 11  # negative: never
+    TOKENS = 31  # device address of the prompt's tokens, int32 by absolute position
     # The wire
     COMPLETION_TAIL = 12
     REQUEST_HEAD = 13
@@ -66,6 +67,8 @@ class Own(IntEnum):
     FLIGHT = 28  # board.Segment of the step that runs; 0: none
     IDLE_SINCE = 29
     WAS_PAUSED = 30
+    SINCE = 46  # when the wait for the CTAs began
+    BEAT = 47  # when the host was last shown where they are
     # The slot
     REQUEST_ID = 32
     STAGE = 33
@@ -105,9 +108,16 @@ def make_block(constants: Mapping[Own, int], *, first_sequence: int = 0) -> np.n
 
 
 def wire_constants(
-    wire: Wire, address: Callable[[np.ndarray], int], *, ctx: int, pages: int, park_after_ns: int
+    wire: Wire,
+    address: Callable[[np.ndarray], int],
+    *,
+    ctx: int,
+    pages: int,
+    park_after_ns: int,
+    tokens: int,
 ) -> dict[Own, int]:
-    """The block's constants for a wire whose arrays the device finds at `address(array)`."""
+    """The block's constants for a wire whose arrays the device finds at `address(array)`, and the
+    device address `tokens` of `ctx` + 256 int32."""
     return {
         Own.CONTROL: address(wire.control),
         Own.REQUEST: address(wire.request_words),
@@ -121,4 +131,5 @@ def wire_constants(
         Own.CTX: ctx,
         Own.PAGES: pages,
         Own.PARK_AFTER_NS: park_after_ns,
+        Own.TOKENS: tokens,
     }

@@ -66,13 +66,13 @@ class Rig:
             request_entries=request_entries, completion_entries=completion_entries,
             pool_bytes=pool_bytes, first_sequence=first, allocate=self.pinned,
         )  # fmt: skip
+        self.tokens = torch.full((ctx + 256,), -1, dtype=torch.int32, device=cuda)
         constants = wire_constants(
             self.wire, self.pinned.device_address, ctx=ctx, pages=-(-ctx // 64),
-            park_after_ns=int(park_after_s * 1e9),
+            park_after_ns=int(park_after_s * 1e9), tokens=self.tokens.data_ptr(),
         )  # fmt: skip
         self.block = torch.from_numpy(make_block(constants, first_sequence=first)).to(cuda)
         self.board = torch.from_numpy(make_board(first_tag, first_tag)).to(cuda)
-        self.tokens = torch.full((ctx + 256,), -1, dtype=torch.int32, device=cuda)
         self.own = torch.zeros(CTAS + 1, dtype=torch.int32, device=cuda)  # digests, then the plant
         table = np.zeros(COUNT, np.int64)
         table[Arg.BOARD], table[Arg.SERVICE] = self.board.data_ptr(), self.block.data_ptr()
