@@ -39,7 +39,7 @@ class Service:
     block for is used at once: the warp has few registers."""
 
     def __init__(self, k, block):
-        self.block, self.board, self.lane, self.ctas = block, k.board, k.lane, k.c.ctas
+        self.k, self.block, self.board, self.lane, self.ctas = k, block, k.board, k.lane, k.c.ctas
 
     control = property(lambda self: get(self, Own.CONTROL))
     request = property(lambda self: get(self, Own.REQUEST))

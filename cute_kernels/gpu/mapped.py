@@ -8,7 +8,7 @@ entries are described by the numpy dtypes of `host.wire` and taken apart at trac
 
 import cutlass.cute as cute
 import numpy as np
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.gpu.sync import ptx_do, ptx_read
 
@@ -88,14 +88,6 @@ def ballot(condition):
         [Uint32],
         Int32(condition),
     )
-
-
-def exp2(x):
-    return ptx_read("ex2.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
-
-
-def log2(x):
-    return ptx_read("lg2.approx.ftz.f32 {$w0}, {$r0};", [Float32], x)
 
 
 # -- entries -----------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ the path; everything of the host's is read, and everything for it written, while
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
-from cute_kernels.gpu import mapped, sync
+from cute_kernels.gpu import head, mapped, sync
 from cute_kernels.gpu.admission import (
     CHUNK_TOKENS,
     abort_pending,
@@ -22,7 +22,7 @@ from cute_kernels.gpu.admission import (
     token_at,
 )
 from cute_kernels.gpu.arguments import Arg
-from cute_kernels.gpu.board import Board, Desc, Segment, desc_at, result_at
+from cute_kernels.gpu.board import Board, Desc, Segment, desc_at
 from cute_kernels.gpu.control import (
     STEP_ENTRIES,
     Service,
@@ -44,12 +44,8 @@ from cute_kernels.gpu.core import arg
 from cute_kernels.gpu.service_block import Own, Stage
 from host.wire import Activity, Command, FinishReason, State, Word
 
-DEADLINE_NS = 2_000_000_000
-"""For the results of a step; shorter than any other wait's, so that a hang is reported from here"""
-
 BEAT_NS = 10_000_000
 NAP_NS = 20_000
-LOG2_E = 1.4426950408889634
 
 
 # -- descriptors -------------------------------------------------------------------------------
@@ -96,28 +92,6 @@ def open_step(s: cutlass.Constexpr, layers: Int32):
 
 
 # -- results -----------------------------------------------------------------------------------
-def _share(s, i: int):
-    """Address of the i-th CTA's results that this lane looks after."""
-    size = result_at(0, 1) - result_at(0, 0)
-    return s.board + result_at(0, 0) + Int64(s.lane) * size + 32 * size * i
-
-
-def _is_cta(s, i: int):
-    """Whether there is such a CTA: only the last share may lie beyond the grid."""
-    return Int32(s.lane + 32 * i < s.ctas)
-
-
-def _worst(s, words):
-    """EMPTY if a word of this lane's CTAs is."""
-    found = Uint32(0)
-    for i, share in enumerate(words):
-        worst = sync.largest(list(share))
-        if 32 * (i + 1) > s.ctas:
-            worst = sync.select(_is_cta(s, i), worst, Uint32(0))
-        found = sync.larger(found, worst)
-    return found
-
-
 @cute.jit
 def begin_wait(s: cutlass.Constexpr):
     now = mapped.now()
@@ -133,55 +107,20 @@ def overdue(s: cutlass.Constexpr):
         put(s, Own.BEAT, now)
         heartbeat(s, Int32(int(Activity.WORKING)), get_int(s, Own.FLIGHT_ROWS))
         sample_phases(s)
-    if now - get(s, Own.SINCE) > DEADLINE_NS:
+    if now - get(s, Own.SINCE) > sync.SERVICE_DEADLINE_NS:
         report_hang(s)
 
 
 @cute.jit
-def wait_results(s: cutlass.Constexpr):
-    """Until every CTA has spoken about row 0; for each CTA of this lane's share its four words."""
-    n = -(-s.ctas // 32)
-    words = [sync.ld_words(_share(s, i)) for i in range(n)]
-    missing, tries = sync.any_lane_empty(_worst(s, words)), Int32(0)
+def wait_results(s: cutlass.Constexpr, words: cute.Tensor):
+    """Until every CTA has spoken about row 0; words: head.result_words."""
+    begin_wait(s)
+    missing, tries = sync.any_lane_empty(head.ask_results(s.k, words, Int32(0))), Int32(0)
     while missing != 0:
-        words = [
-            sync.ld_missing_words(_share(s, i), words[i], sync.largest(list(words[i])))
-            for i in range(n)
-        ]
-        missing, tries = sync.any_lane_empty(_worst(s, words)), tries + 1
+        tries = tries + 1
         if (tries & 63) == 0:
             overdue(s)
-            words = [sync.ld_words(_share(s, i)) for i in range(n)]  # none is kept meanwhile
-            missing = sync.any_lane_empty(_worst(s, words))
-    return words
-
-
-def merge(s, words):
-    """(largest logit, its smallest token, log2 of the sum of exp(logit - largest), flags) of the
-    row, in every lane."""
-    best, token, flags = Float32(float("-inf")), Int32(2**31 - 1), Uint32(0)
-    for i, (logit, other, _, bad) in enumerate(words):
-        mine = _is_cta(s, i)
-        logit = sync.choose(mine, sync.as_float(logit), Float32(float("-inf")))
-        best, token = better(best, token, logit, sync.as_int(other))
-        flags = flags | sync.select(mine, bad, Uint32(0))
-    for distance in (16, 8, 4, 2, 1):
-        logit = cute.arch.shuffle_sync_bfly(best, distance)
-        other = cute.arch.shuffle_sync_bfly(token, distance)
-        best, token = better(best, token, logit, other)
-    total = Float32(0)
-    for i, (logit, _, part, _) in enumerate(words):
-        part = sync.as_float(part) * mapped.exp2((sync.as_float(logit) - best) * LOG2_E)
-        total = total + sync.choose(_is_cta(s, i), part, Float32(0))
-    for distance in (16, 8, 4, 2, 1):
-        total = total + cute.arch.shuffle_sync_bfly(total, distance)
-    return best, token, mapped.log2(total), mapped.ballot(Int32(flags != Uint32(0)))
-
-
-def better(a, i, b, j):
-    """(logit, token) of the two that is first: the larger logit, at a tie the smaller id."""
-    takes = Int32((b > a) | ((b == a) & (j < i)))
-    return sync.choose(takes, b, a), sync.as_int(sync.select(takes, j, i))
+        missing = sync.any_lane_empty(head.ask_results(s.k, words, Int32(0)))
 
 
 @cute.jit
@@ -212,7 +151,8 @@ def report_hang(s: cutlass.Constexpr):
             phase = Int32(sync.ld_word(s.board + Int64((int(Board.PHASE) + cta) * 4)))
             late = Int32(phase != 0)
             if decode:
-                late = Int32(sync.largest(list(sync.ld_words(_share(s, i)))) == sync.EMPTY)
+                words = sync.ld_words(head.result_address(s.k, Int32(0), cta))
+                late = Int32(sync.largest(list(words)) == sync.EMPTY)
         if late != 0:
             first = cutlass.min(first, phase)
         lates.append(late)
@@ -248,18 +188,17 @@ def end_decode(s: cutlass.Constexpr, layers: Int32):
     has_room = completion_room(s) - 1 >= STEP_ENTRIES
     is_free = (get(s, Own.COMMAND) == int(Command.RUN)) & (is_aborted(s) == 0)
     may_go_on = Int32(has_room & is_free)
-    begin_wait(s)
-    words = wait_results(s)
-    for i in cutlass.range_constexpr(len(words)):
-        sync.st_words(_share(s, i), [Uint32(sync.EMPTY)] * 4)
-    best, token, log2_sum, flags = merge(s, words)
+    words = head.result_words(s.k)
+    wait_results(s, words)
+    head.clear_results(s.k, Int32(1))
+    best, token, log_sum, flags = head.merge_results(s.k, words)
     stops = mapped.ballot(stop == token)
     reason = Int32(0)
     if is_last != 0:
         reason = Int32(int(FinishReason.LENGTH))
     if stops != Uint32(0):  # a stop on the last allowed token is a stop
         reason = Int32(int(FinishReason.STOP))
-    if (flags != Uint32(0)) | (best == float("-inf")):
+    if (flags != 0) | (best == float("-inf")):
         reason = Int32(int(FinishReason.ERROR))
     goes_on = Int32(reason == 0) & may_go_on
     kv = get_int(s, Own.KV_TOKENS)
@@ -271,7 +210,7 @@ def end_decode(s: cutlass.Constexpr, layers: Int32):
     if reason == int(FinishReason.ERROR):
         finish(s, reason, kv)
     else:
-        emit_tokens(s, get(s, Own.REQUEST_ID), token, -log2_sum * (1 / LOG2_E))
+        emit_tokens(s, get(s, Own.REQUEST_ID), token, -log_sum)
         put(s, Own.NEW_TOKENS, new)
         put(s, Own.KV_TOKENS, kv + 1)
         put(s, Own.NEWEST, token)
