@@ -46,9 +46,10 @@ def timed() -> dict[str, Config]:
 
 
 def probe_makers() -> dict:
-    from cute_kernels.gpu import probes
+    from cute_kernels.gpu import echo, probes
 
     makers = {f"turnstile-{n}": (lambda n=n: probes.make_turnstile(n)) for n in TURNSTILES}
+    makers["echo"] = lambda: echo.make_echo(132)
     makers["barrier"] = lambda: probes.make_barrier(132)
     makers["ring"] = lambda: probes.make_ring_race(132, dependent=True)
     makers["ring-independent"] = lambda: probes.make_ring_race(132, dependent=False)
