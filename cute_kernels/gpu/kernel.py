@@ -239,7 +239,7 @@ def decode_step(
                 k, gu, rows, phase, cur + b.y, cur + b.h, cur, stats, dirty, count,
                 stage, parity, which,
             )  # fmt: skip
-            count, dirty = count + 1, rows
+            count, dirty = (count & 1) + 1, rows
         else:
             stage, parity, which = run_phase(
                 k, down, rows, phase, cur + b.h, cur + b.x, cur + b.parts, stats, dirty, count,
