@@ -24,4 +24,4 @@ def check_all_returned(engine):
     assert stats.free_slots == engine.slots
     assert stats.inflight == stats.pending == 0
     assert engine._link.free_blocks == len(engine._parts.wire.params)
-    assert len(engine._link._handles) == engine._link._max_inflight
+    assert len(engine._link._inflight.handles) == engine._link._inflight.most

@@ -130,7 +130,7 @@ def test_methods_of_an_engine(engine, method, name, value):
 def test_a_requests_result(value):
     with pytest.raises(ParameterError, match=r"^timeout is .*; it must be a number of sec"):
         Request(3, None).result(value)
-    with pytest.raises(ParameterError, match="^timeout is"):
+    with pytest.raises(ParameterError, match=r"^timeout is "):
         Request(3, None).wait(value)
 
 
