@@ -6,8 +6,8 @@ run out of pages later.
 
 from __future__ import annotations
 
-from cute_kernels.cpu.service import completion_room, emit_terminal
 from cute_kernels.cpu.policy import open_slot
+from cute_kernels.cpu.service import completion_room, emit_terminal
 from cute_kernels.cpu.slots import Count, Stage
 from cute_kernels.cpu.state import PAGE
 from host.jit import jit
