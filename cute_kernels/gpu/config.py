@@ -14,15 +14,16 @@ from functools import cached_property
 
 import numpy as np
 
+from cute_kernels.gpu import attention_plan
+from cute_kernels.gpu.kv_layout import PAGE
+
 TILE = 8  # output columns of an mma.sync m16n8k16
 CHUNK = 32  # K values in one 16-byte vector of a lane: two k16 steps
 CHUNK_BYTES = 1024  # a chunk of 16 rows of activations: two blocks of 8 rows
 ROWS = 16  # most rows of a decode step
 CHAINS = 2  # accumulators of a warp's partial sum: gemm.py
 SMEM_LIMIT = {"sm_90a": 232448, "sm_100a": 232448, "sm_120a": 101376}  # bytes per block
-PAGE = 64  # positions of a KV page
 KV_COPY = 16384  # bytes of KV in one stage of the ring
-TAIL_KEYS = 96  # room for the keys c(p) .. p of a row, at most 15 + 64 of them
 COPIES = 3  # rotating copies of every activation buffer; see kernel.py
 
 
@@ -177,16 +178,11 @@ class Config:
             )
 
     def _check_attention(self) -> None:
-        s = self.shape
-        self._check(
-            s.kv_heads * self.splits <= self.ctas, "splits", f"at most {self.ctas // s.kv_heads}"
-        )
+        attention_plan.check(self)
         self._check(
             self.stage_bytes >= KV_COPY, "stage_bytes", f"at least {KV_COPY} for KV blocks"
         )
         self._check(self.stage_bytes % 1024 == 0, "stage_bytes", "a multiple of 1024")
-        if s.head_dim not in (64, 128):
-            raise ValueError(f"{s.name}: head_dim is {s.head_dim}; it must be 64 or 128")
 
     def _check(self, ok: bool, name: str, wanted: str) -> None:
         if not ok:
@@ -251,11 +247,13 @@ class Config:
     def smem_plan(self) -> dict[str, int]:
         """Bytes of dynamic shared memory by use, in order."""
         tile = ROWS * TILE * 4
+        sums = self.red_buffers * self.group * self.warps * tile
         plan = {"ring": self.stages * self.stage_bytes}
         if self.attention:
-            plan["attention"] = AttentionSmem.of(self).bytes
+            plan["attention"] = attention_plan.AttentionSmem.of(self).bytes
+            sums = max(sums, attention_plan.exchange_bytes(self))
         plan |= {
-            "partial sums": self.red_buffers * self.group * self.warps * tile,
+            "partial sums": sums,
             "row squares": self.red_buffers * self.warps * ROWS * 4,
             "residual": self.own_tiles * tile,
             "results": self.warps * ROWS * 16,
@@ -280,27 +278,6 @@ class Config:
             if f.name not in skip and value != f.default:
                 parts.append(f"{f.name}={int(value) if isinstance(value, bool) else value}")
         return ",".join(parts)
-
-
-@dataclass(frozen=True)
-class AttentionSmem:
-    """Offsets in the attention part: rotary factors of the rows, this step's K and V rows of one kv
-    head, one row of Q per head (later the tail's sums), (probability, address) of the tail keys per
-    head, the row table. The whole is aligned to 1,024 bytes."""
-
-    rope: int
-    new: int
-    q: int
-    p: int
-    rows: int
-    bytes: int
-
-    @classmethod
-    def of(cls, c: Config) -> "AttentionSmem":
-        d, heads = c.shape.head_dim, c.group_heads
-        sizes = (ROWS * d * 4, ROWS * d * 4, heads * d * 4, heads * TAIL_KEYS * 8, ROWS * 16)
-        ends = np.cumsum(sizes).tolist()
-        return cls(0, *ends)
 
 
 # -- the forms that are built ------------------------------------------------------------------

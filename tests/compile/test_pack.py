@@ -110,28 +110,6 @@ def test_packed_head_holds_embeddings(name):
         assert np.array_equal(pack.norm_row(w[token]), row.ravel())
 
 
-def test_swizzle_is_its_own_inverse_and_spreads_banks():
-    x = np.arange(64 * 64).reshape(64, 64)
-    y = pack.swizzle_rows(x)
-    assert np.array_equal(pack.swizzle_rows(y), x)
-    for piece in range(8):  # eight rows' piece i lie in eight different places
-        where = {int(np.flatnonzero(y[r] == x[r, piece * 8])[0]) // 8 for r in range(8)}
-        assert len(where) == 8
-
-
-def test_key_order_is_a_permutation_with_pairs_together():
-    order = pack.key_order()
-    assert sorted(order) == list(range(64))
-    assert all(order[i + 1] == order[i] + 32 for i in range(0, 64, 2))
-
-
-def test_row_table_follows_paths():
-    table = pack.row_table([-1, 0, 0, 2], committed=100)
-    assert table[:4, 0].tolist() == [100, 101, 101, 102]
-    assert table[3, 2] == 0 | 2 << 4 | 3 << 8
-    assert [pack.tail_start(p) for p in (0, 15, 78, 79, 1039)] == [0, 0, 0, 64, 1024]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_buffers_do_not_overlap(name):
     b = Buffers.of(product(name))
