@@ -17,96 +17,64 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.config import CHUNK, PAGE
+from cute_kernels.gpu.attention_plan import stages_per_block
+from cute_kernels.gpu.config import CHUNK, KV_COPY
 from cute_kernels.gpu.fragments import bf16_pair, exp2, mma, unpack_pair
+from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.prompt_plan import (
-    CHUNK_BYTES,
+    COLUMNS_BYTES,
     ROW_TILE,
     PromptBuffers,
     task_count,
     task_tiles,
 )
 from cute_kernels.gpu.ring import advance, issue
+from cute_kernels.gpu.rotary import head_factor, norm_weights, scaled, turn
 from cute_kernels.gpu.rows_gemm import load_words, store_tile
 from cute_kernels.gpu.sync import ptx_read
 
 NEG_INF = -float("inf")
-STAGE_BYTES = 16384  # of a block in one stage of the ring
-
-
-def block_stages(c):
-    return c.shape.head_dim // 64
-
-
-def block_bytes(c):
-    """One (page, layer, kv head): 64 rows of K, then of V."""
-    return block_stages(c) * STAGE_BYTES
 
 
 # -- heads: from raw columns to normalised and rotated ones --------------------------------------
-def load_floats(at, n):
-    names = ",".join(f"{{$w{i}}}" for i in range(n))
-    code = f"ld.global.nc.v{n}.f32 " + "{" + names + "}, [{$r0}];"
-    return ptx_read(code, [Float32] * n, at)
+def load_floats(at):
+    code = "ld.global.nc.v4.f32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
+    return ptx_read(code, [Float32] * 4, at)
 
 
 def head_vectors(k, base, col, block):
     """This lane's words of row 8 block + g of a head whose first column is `col` (a multiple of
     32): [32 columns][4]."""
-    first = base + Int64((col >> 5) * CHUNK_BYTES + block * 512 + k.lane * 16)
-    return [load_words(first + i * CHUNK_BYTES) for i in range(k.c.shape.head_dim // CHUNK)]
+    first = base + Int64((col >> 5) * COLUMNS_BYTES + block * 512 + k.lane * 16)
+    return [load_words(first + i * COLUMNS_BYTES) for i in range(k.c.shape.head_dim // CHUNK)]
 
 
-def head_factor(k, vectors):
-    """RMSNorm's factor of this quad's row of a head."""
-    total = Float32(0.0)
-    for vector in vectors:
-        for word in vector:
-            lo, hi = unpack_pair(word)
-            total = hi * hi + (lo * lo + total)
-    total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-    total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
-    s = k.c.shape
-    return cute.math.rsqrt(total * (1.0 / s.head_dim) + s.rms_eps, fastmath=True)
-
-
-def rotated(k, vectors, position, norm):
-    """The head normalised (norm: address of its fp32 weights, or None) and rotated, as bf16 words
-    in the same places: word w of the head is the rotary pair of dimensions w and w + head_dim / 2.
-    """
-    half, t = k.c.shape.head_dim // 2, k.lane & 3
-    factor = None if norm is None else head_factor(k, vectors)
-    angles = k.rope + Int64(position) * (half * 8)
-    out = []
-    for i, vector in enumerate(vectors):
-        words = []
-        for step in range(2):
-            pair = i * 16 + step * 8 + 2 * t  # and the next
-            cos_sin = load_floats(angles + Int64(pair * 8), 4)
-            v = [*unpack_pair(vector[2 * step]), *unpack_pair(vector[2 * step + 1])]
-            if norm is not None:
-                low = load_floats(norm + Int64(pair * 4), 2)
-                high = load_floats(norm + Int64(pair * 4 + half * 4), 2)
-                v = [x * factor * w for x, w in zip(v, (low[0], high[0], low[1], high[1]))]
-            for e in range(2):
-                a, b, cos, sin = v[2 * e], v[2 * e + 1], cos_sin[2 * e], cos_sin[2 * e + 1]
-                words.append(bf16_pair(a * cos - b * sin, b * cos + a * sin))
-        out.append(words)
-    return out
-
-
-def norm_of(k, layer, which):
-    """Address of a layer's q (0) or k (1) norm weights; None where the model has none."""
-    if not k.c.shape.qk_norm:
-        return None
-    return k.qk_norm + Int64((layer * 2 + which) * (k.c.shape.head_dim * 4))
+def rotated(k, p, vectors, position, weights):
+    """The head normalised (weights: rotary.norm_weights) and rotated, as bf16 words in the same
+    places, with the arithmetic of rotary.py."""
+    d, t = k.c.shape.head_dim, k.lane & 3
+    pairs = [tuple(unpack_pair(word)) for vector in vectors for word in vector]
+    if weights is not None:
+        f = head_factor(pairs, d, k.c.shape.rms_eps)
+        pairs = [
+            (scaled(lo, f, a), scaled(hi, f, b))
+            for (lo, hi), (a, b) in zip(pairs, weights, strict=True)
+        ]
+    angles = p.rope + Int64(position) * (d * 4) + Int64(t * 16)
+    words = []
+    for eight in range(d // 16):
+        cos_sin = load_floats(angles + eight * 64)
+        for e in range(2):
+            turned = turn(*pairs[2 * eight + e], cos_sin[2 * e], cos_sin[2 * e + 1])
+            words.append(bf16_pair(*turned))
+    return [words[4 * i : 4 * i + 4] for i in range(len(vectors))]
 
 
 # -- the chunk's keys and values -----------------------------------------------------------------
 def page_block(k, page, layer, kv_head):
     """Address of a block; 64-bit from the page on: a pool may be larger than 4 GiB."""
     at = (Int64(page) * k.layers + Int64(layer)) * k.c.shape.kv_heads + Int64(kv_head)
-    return k.kv_pool + at * block_bytes(k.c)
+    return k.kv_pool + at * k.c.kv_block_bytes
 
 
 def page_of(k, block):
@@ -134,27 +102,27 @@ def store_value(k, to, place, words):
 
 
 @cute.jit
-def write_keys(k: cutlass.Constexpr, layer: Int32, position: Int32, rows: Int32, act: Int64):
+def write_keys(k: cutlass.Constexpr, p: cutlass.Constexpr, layer: Int32):
     """K and V of the chunk's rows into their pages; a warp takes 8 rows of one head's K or V, over
     all warps of the grid. The caller's barrier orders the copies that read them: writers fence
     towards the copy engine here, readers after the barrier."""
     c, s = k.c, k.c.shape
-    base = act + Int64(PromptBuffers.of(c).q)
-    width, blocks = s.head_dim * 2, (rows + 7) // 8
+    base = p.act + Int64(PromptBuffers.of(c).q)
+    width, blocks = s.head_dim * 2, (p.rows + 7) // 8
     i = k.wid * c.ctas + k.bid
     while i < blocks * (2 * s.kv_heads):
         block, head = i // (2 * s.kv_heads), i % (2 * s.kv_heads)  # all K heads, then V heads
         row = block * 8 + (k.lane >> 2)
-        at = position + cutlass.min(row, rows - 1)
+        at = p.position + cutlass.min(row, p.rows - 1)
         vectors = head_vectors(k, base, (s.heads + head) * s.head_dim, block)
         kv_head = head % s.kv_heads
         to = page_block(k, page_of(k, at >> 6), layer, kv_head) + Int64((at & 63) * width)
         if head < s.kv_heads:
-            words = rotated(k, vectors, at, norm_of(k, layer, 1))
-            if row < rows:
+            words = rotated(k, p, vectors, at, norm_weights(k, layer, 1))
+            if row < p.rows:
                 store_key(k, to, at, words)
         else:
-            if row < rows:
+            if row < p.rows:
                 store_value(k, to + PAGE * width, at, vectors)
         i = i + c.warps * c.ctas
     sync.fence_async()
@@ -169,24 +137,24 @@ def ldmatrix(addr, transposed):
 
 
 def block_scores(k, q, base):
-    """S = Q K^T of 16 rows and 64 keys: 8 tiles of 8 keys; and the registers read."""
+    """S = Q K^T of 16 rows and 64 keys: 8 tiles of 8 keys; and a word that needs all loads."""
     i, width = k.lane, k.c.shape.head_dim * 2
-    loaded, tiles = [], [[Float32(0.0)] * 4 for _ in range(8)]
+    seen, tiles = Uint32(0), [[Float32(0.0)] * 4 for _ in range(8)]
     for pair in range(k.c.shape.head_dim // 32):
         lane = base + (i & 7) * width + (((4 * pair + (i >> 3)) ^ (i & 7)) << 4)
         for j in range(8):
             b = ldmatrix(lane + j * 8 * width, False)
-            loaded.append(b[0])
             for e in range(2):
                 at = (pair * 2 + e) * 4
                 tiles[j] = mma(tiles[j], [q[at + w] for w in range(4)], b[2 * e : 2 * e + 2])
-    return tiles, loaded
+            seen = seen | b[0]
+    return tiles, seen
 
 
 def block_values(k, o, p, base, live):
     """O += P V; o: flat [tiles of 8 dimensions x 4]. live: keys of the block whose V counts; from
-    there on it is taken as zero (None: all 64). Returns the registers read."""
-    i, width, loaded = k.lane, k.c.shape.head_dim * 2, []
+    there on it is taken as zero (None: all 64). Returns a word that needs all loads."""
+    i, width, seen = k.lane, k.c.shape.head_dim * 2, Uint32(0)
     for u in range(4):
         a = [bf16_pair(p[2 * u + (e >> 1)][2 * (e & 1)], p[2 * u + (e >> 1)][2 * (e & 1) + 1])
              for e in range(4)]  # fmt: skip
@@ -197,7 +165,7 @@ def block_values(k, o, p, base, live):
         for n in range(0, k.c.shape.head_dim // 8, 2):
             lane = base + (i & 15) * width + (((n + (i >> 4)) ^ (i & 7)) << 4)
             b = ldmatrix(lane + u * 16 * width, True)
-            loaded.append(b[0])
+            seen = seen | b[0]
             if masks is not None:
                 b = [x & masks[w & 1] for w, x in enumerate(b)]
             for e in range(2):
@@ -205,7 +173,7 @@ def block_values(k, o, p, base, live):
                 d = mma([o[at + w] for w in range(4)], a, b[2 * e : 2 * e + 2])
                 for w in range(4):
                     o[at + w] = d[w]
-    return loaded
+    return seen
 
 
 def key_mask(left):
@@ -247,19 +215,15 @@ def softmax_block(k, tiles, m, den, o, scale, place):
 def attend_block(k, q, m, den, o, scale, keys_at, values_at, place, live):
     tiles, seen = block_scores(k, q, keys_at)
     p = softmax_block(k, tiles, m, den, o, scale, place)
-    seen = seen + block_values(k, o, p, values_at, live)
-    out = seen[0]
-    for v in seen[1:]:
-        out = out | v
-    return out
+    return seen | block_values(k, o, p, values_at, live)
 
 
 # -- tasks ---------------------------------------------------------------------------------------
-def task_blocks(k, index, position, rows):
+def task_blocks(k, p, index):
     """(first row tile, KV blocks) of a task."""
     first = index // k.c.shape.kv_heads * task_tiles(k.c)
-    end = position + cutlass.min((first + task_tiles(k.c)) * ROW_TILE, rows)
-    return first, (end + 63) >> 6
+    end = p.position + cutlass.min((first + task_tiles(k.c)) * ROW_TILE, p.rows)
+    return first, (end + (PAGE - 1)) // PAGE
 
 
 @cute.jit
@@ -276,8 +240,8 @@ def walk_blocks(
         sync.wait_parity(k.ring.full + stage * 8, parity)
         stage, parity = advance(k.ring, stage, parity)
         keys_at = k.ring.base + keys * k.ring.stage_bytes
-        values_at, values = keys_at + STAGE_BYTES // 2, keys
-        if cutlass.const_expr(block_stages(c) > 1):
+        values_at, values = keys_at + KV_COPY // 2, keys
+        if cutlass.const_expr(stages_per_block(c) > 1):
             values = stage
             sync.wait_parity(k.ring.full + stage * 8, parity)
             stage, parity = advance(k.ring, stage, parity)
@@ -289,18 +253,19 @@ def walk_blocks(
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             sync.release_after(k.ring.empty + keys * 8, [seen], k.zero)
-            if cutlass.const_expr(block_stages(c) > 1):
+            if cutlass.const_expr(stages_per_block(c) > 1):
                 sync.release_after(k.ring.empty + values * 8, [seen], k.zero)
     return stage, parity
 
 
-def load_queries(k, q, base, head, layer, row_tile, position, rows):
+def load_queries(k, p, q, head, layer, row_tile):
     """Q of 16 rows of a query head as A fragments: [k16 step][4]."""
-    col, norm = head * k.c.shape.head_dim, norm_of(k, layer, 0)
+    base, weights = p.act + Int64(PromptBuffers.of(k.c).q), norm_weights(k, layer, 0)
     row, halves = row_tile * ROW_TILE + (k.lane >> 2), []
     for h in range(2):
-        vectors = head_vectors(k, base, col, row_tile * 2 + h)
-        halves.append(rotated(k, vectors, position + cutlass.min(row + 8 * h, rows - 1), norm))
+        vectors = head_vectors(k, base, head * k.c.shape.head_dim, row_tile * 2 + h)
+        at = p.position + cutlass.min(row + 8 * h, p.rows - 1)
+        halves.append(rotated(k, p, vectors, at, weights))
     for i in range(len(halves[0])):
         for step in range(2):
             for e in range(2):
@@ -313,50 +278,46 @@ def quad_sum(v):
     return v + cute.arch.shuffle_sync_bfly(v, offset=2)
 
 
-def store_output(k, base, head, row_tile, rows, den, o):
+def store_output(k, p, head, row_tile, den, o):
+    base = p.act + Int64(PromptBuffers.of(k.c).a)
     inverse = [1.0 / quad_sum(den[h]) for h in range(2)]
     for n in range(k.c.shape.head_dim // 8):
         v = [o[4 * n + e] * inverse[e >> 1] for e in range(4)]
         tile = head * (k.c.shape.head_dim // 8) + n
-        store_tile(k, base, rows, row_tile, tile, [bf16_pair(*v[:2]), bf16_pair(*v[2:])])
+        store_tile(k, p, base, row_tile, tile, [bf16_pair(*v[:2]), bf16_pair(*v[2:])])
 
 
 @cute.jit
-def attend(
-    k: cutlass.Constexpr, layer: Int32, position: Int32, rows: Int32, act: Int64,
-    stage: Int32, parity: Int32,
-):  # fmt: skip
+def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, layer: Int32, stage: Int32, parity: Int32):
     """Consumer warps' part: attention output of the chunk in a. Returns the place in the ring."""
-    c, s, b = k.c, k.c.shape, PromptBuffers.of(k.c)
-    row_tiles = (rows + ROW_TILE - 1) // ROW_TILE
-    q = cute.make_rmem_tensor(cute.make_layout(s.head_dim // 4), Uint32)
+    c, d = k.c, k.c.shape.head_dim
+    q = cute.make_rmem_tensor(cute.make_layout(d // 4), Uint32)
     m = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     den = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    o = cute.make_rmem_tensor(cute.make_layout(s.head_dim // 2), Float32)
+    o = cute.make_rmem_tensor(cute.make_layout(d // 2), Float32)
     index = k.bid
-    while index < task_count(c, row_tiles):
-        first, blocks = task_blocks(k, index, position, rows)
-        head = index % s.kv_heads * c.group_heads + k.wid % c.group_heads
+    while index < task_count(c, p.row_tiles):
+        first, blocks = task_blocks(k, p, index)
+        head = index % c.shape.kv_heads * c.group_heads + k.wid % c.group_heads
         row_tile = first + k.wid // c.group_heads
-        active = (k.wid < c.group_heads * task_tiles(c)) & (row_tile < row_tiles)
+        active = (k.wid < c.group_heads * task_tiles(c)) & (row_tile < p.row_tiles)
         own, live, place = Int32(-1), Int32(0), Int32(0)
+        zero_state(k, q, m, den, o)
         if active:
-            start = position + row_tile * ROW_TILE
-            own, place = start >> 6, (start & 63) + (k.lane >> 2)
-            live = (start & 63) + cutlass.min(rows - row_tile * ROW_TILE, ROW_TILE)
-            base = act + Int64(b.q)
-            load_queries(k, q, base, head, layer, row_tile, position, rows)
-        zero_state(k, m, den, o)
-        stage, parity = walk_blocks(
-            k, q, m, den, o, own, live, place, blocks, stage, parity
-        )
+            start = p.position + row_tile * ROW_TILE
+            own, place = start // PAGE, start % PAGE + (k.lane >> 2)
+            live = start % PAGE + cutlass.min(p.rows - row_tile * ROW_TILE, ROW_TILE)
+            load_queries(k, p, q, head, layer, row_tile)
+        stage, parity = walk_blocks(k, q, m, den, o, own, live, place, blocks, stage, parity)
         if active:
-            store_output(k, act + Int64(b.a), head, row_tile, rows, den, o)
+            store_output(k, p, head, row_tile, den, o)
         index = index + c.ctas
     return stage, parity
 
 
-def zero_state(k, m, den, o):
+def zero_state(k, q, m, den, o):
+    for i in range(k.c.shape.head_dim // 4):
+        q[i] = Uint32(0)
     for h in range(2):
         m[h], den[h] = Float32(NEG_INF), Float32(0.0)
     for i in range(k.c.shape.head_dim // 2):
@@ -365,33 +326,43 @@ def zero_state(k, m, den, o):
 
 # -- the producer --------------------------------------------------------------------------------
 @cute.jit
-def produce_prompt_kv(
-    k: cutlass.Constexpr, layer: Int32, position: Int32, rows: Int32,
+def produce_keys(
+    k: cutlass.Constexpr, p: cutlass.Constexpr, layer: Int32,
     stage: Int32, parity: Int32, issued: Int32, landed: Int32, landed_parity: Int32,
 ):  # fmt: skip
-    """The producer warp's part: KV blocks of this CTA's tasks in a layer, to be called before the
-    weights of the layer's `o`. Blocks before the chunk are complete and run ahead; those of the
-    chunk wait until the consumers say that the barrier behind `write_keys` has been passed."""
-    c, s = k.c, k.c.shape
-    row_tiles = (rows + ROW_TILE - 1) // ROW_TILE
-    index, waiting = k.bid, Int32(1)
-    while index < task_count(c, row_tiles):
-        _, blocks = task_blocks(k, index, position, rows)
+    """The producer warp's part: KV blocks of this CTA's tasks in a layer. Blocks before the chunk
+    are complete and run ahead; those of the chunk wait until consumer warp 0 says that the grid
+    barrier behind `write_keys` has been passed (`keys_written`)."""
+    c = k.c
+    index, told = k.bid, Int32(0)
+    while index < task_count(c, p.row_tiles):
+        _, blocks = task_blocks(k, p, index)
         for block in cutlass.range(blocks, unroll=1):
-            if (block >= position >> 6) & (waiting != 0):
-                sync.wait_keys_written()
-                waiting = Int32(0)
-            at = page_block(k, page_of(k, block), layer, index % s.kv_heads)
-            for _ in cutlass.range_constexpr(block_stages(c)):
+            if block >= p.position // PAGE:
+                if told == 0:
+                    keys_barrier(False)
+                    sync.fence_async()
+                    told = Int32(1)
+            at = page_block(k, page_of(k, block), layer, index % c.shape.kv_heads)
+            for _ in cutlass.range_constexpr(stages_per_block(c)):
                 stage, parity, issued, landed, landed_parity = issue(
-                    k.ring, c, at, Int32(STAGE_BYTES),
+                    k.ring, at, Int32(KV_COPY),
                     stage, parity, issued, landed, landed_parity,
                 )  # fmt: skip
-                at = at + STAGE_BYTES
+                at = at + KV_COPY
         index = index + c.ctas
     return stage, parity, issued, landed, landed_parity
 
 
-def tell_producer(k, row_tiles):
-    """Consumer warp 0, behind that barrier, where the CTA has tasks: see `produce_prompt_kv`."""
-    return (k.wid == 0) & (k.bid < task_count(k.c, row_tiles))
+def keys_barrier(arrives):
+    """A named barrier of consumer warp 0, which only arrives, and the producer warp."""
+    kind = "bar.arrive" if arrives else "bar.sync"
+    sync.ptx_do(f"{kind} {int(sync.Barrier.KEYS)}, 64;")
+
+
+@cute.jit
+def keys_written(k: cutlass.Constexpr, p: cutlass.Constexpr):
+    """Consumer warps, behind the barrier that follows `write_keys`."""
+    if k.wid == 0:
+        if k.bid < task_count(k.c, p.row_tiles):
+            keys_barrier(True)

@@ -3,8 +3,7 @@
 Free of cutlass: host, device code and tests share it. A *chunk* is up to 256 rows (token positions)
 of one prompt; its first position is a multiple of 64. Rows are worked on in *row tiles* of 16.
 
-Activations are bf16 in the layout of the decode form with 32 blocks of 8 rows: [32 columns][block]
-[lane][16 bytes]; lane (g, t) holds row 8 block + g, columns 4 t .. 4 t + 3 and 16 + 4 t .. of the 32.
+Activations are bf16 in the layout of the decode form with 32 blocks of 8 rows: `pack.to_fragments`.
 """
 
 from dataclasses import dataclass
@@ -12,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from cute_kernels.gpu.config import CHUNK, TILE, Config
+from cute_kernels.gpu.kv_layout import PAGE
 
 MAX_ROWS, ROW_TILE = 256, 16
 ROW_TILES = MAX_ROWS // ROW_TILE
-CHUNK_BYTES = MAX_ROWS // 8 * 512  # 32 columns of all rows
+BLOCKS = MAX_ROWS // 8
+COLUMNS_BYTES = BLOCKS * 512  # 32 columns (a chunk of K) of all rows
 MOST_TILES = 6  # output tiles of 16 x 8 whose sums a warp keeps: 12 registers each
 
 
@@ -23,7 +24,7 @@ MOST_TILES = 6  # output tiles of 16 x 8 whose sums a warp keeps: 12 registers e
 class PromptBuffers:
     """Byte offsets in the prompt's activations.
 
-    x, q, a, h: bf16, columns [hidden], [qkv], [heads x head_dim], [ffn]. residual: fp32
+    x, q, a, h: bf16, columns [hidden], [qkv], [heads x head_dim], [ffn]; q: before rotation. residual: fp32
     [hidden / 8, row tiles, lane, 4], the values an mma leaves in a lane; its columns are read and
     written by their owner CTA alone. parts: fp32 [hidden / 8, team, row tiles, lane, 4], the team's
     sums of `down`.
@@ -40,8 +41,8 @@ class PromptBuffers:
     @classmethod
     def of(cls, c: Config) -> "PromptBuffers":
         s = c.shape
-        columns = (s.hidden, s.qkv, s.heads * s.head_dim, s.ffn)
-        sizes = [-(-n // CHUNK) * CHUNK_BYTES for n in columns]
+        columns = (s.hidden, s.qkv, s.attended, s.ffn)
+        sizes = [-(-n // CHUNK) * COLUMNS_BYTES for n in columns]
         tile = MAX_ROWS * TILE * 4
         sizes.append(s.hidden // TILE * tile)
         sizes.append(s.hidden // TILE * tile * c.team if c.team > 1 else 0)
@@ -69,12 +70,7 @@ def group_tiles(c: Config, name: str) -> int:
 def task_tiles(c: Config) -> int:
     """Row tiles of an attention task: one where every task finds a CTA of its own, more (a warp
     per row tile and query head) where there are more tasks than CTAs."""
-    fit = c.warps // c.group_heads
-    if fit == 0:
-        raise ValueError(
-            f"{c.shape.name}: a kv head's {c.group_heads} query heads are more than the {c.warps}"
-            " consumer warps; use more warps"
-        )
+    fit = c.warps // c.group_heads  # at least 1: attention_plan.check
     return min(fit, -(-c.shape.kv_heads * ROW_TILES // c.ctas))
 
 
@@ -101,7 +97,7 @@ def tasks_of(c: Config, cta: int, rows: int, position: int) -> list[Task]:
         first = index // c.shape.kv_heads * per_task
         tiles = range(first, min(first + per_task, row_tiles))
         end = position + min(tiles.stop * ROW_TILE, rows)
-        out.append(Task(index % c.shape.kv_heads, tiles, (end - 1) // 64 + 1))
+        out.append(Task(index % c.shape.kv_heads, tiles, (end - 1) // PAGE + 1))
     return out
 
 
@@ -113,27 +109,12 @@ def chunks_of(length: int, sizes: tuple[int, ...] = (MAX_ROWS,)) -> list[tuple[i
         rows = min(sizes[turn % len(sizes)], length - at)
         out.append((at, rows))
         at, turn = at + rows, turn + 1
-        if at < length and at % 64:
-            raise ValueError(f"a chunk would start at {at}; starts are multiples of 64")
+        if at < length and at % PAGE:
+            raise ValueError(f"a chunk would start at {at}; starts are multiples of {PAGE}")
     return out
 
 
-# -- activations, for tests and host code; numpy arrays or torch tensors -------------------------
-def to_row_fragments(x):
-    """[256, columns] 16-bit -> the order described above, flat."""
-    v = x.reshape(MAX_ROWS // 8, 8, -1, 2, 4, 4)  # block, g, chunk, step, t, element
-    order = (2, 0, 1, 4, 3, 5)
-    return (v.permute(order) if hasattr(v, "permute") else v.transpose(order)).reshape(-1)
-
-
-def from_row_fragments(a):
-    """The inverse: [256, columns]."""
-    v = a.reshape(-1, MAX_ROWS // 8, 8, 4, 2, 4)
-    order = (1, 2, 0, 4, 3, 5)
-    v = v.permute(order) if hasattr(v, "permute") else v.transpose(order)
-    return v.reshape(MAX_ROWS, -1)
-
-
+# -- fp32 buffers, for tests and host code; numpy arrays or torch tensors -------------------------
 def to_row_quads(x):
     """fp32 [256, columns] -> [columns / 8, row tiles, lane, 4], flat: see PromptBuffers.residual."""
     v = x.reshape(ROW_TILES, 2, 8, -1, 4, 2)  # row tile, half, g, tile, t, element

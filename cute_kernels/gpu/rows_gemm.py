@@ -16,11 +16,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.config import CHUNK
-from cute_kernels.gpu.fragments import bf16_pair, constant, exp2, mma, unpack_pair
-from cute_kernels.gpu.gemm import plan_entry, warp_chunks
+from cute_kernels.gpu.config import CHUNK, TILE
+from cute_kernels.gpu.embed import column_offset, token_address
+from cute_kernels.gpu.epilogue import norm_factor, silu_times
+from cute_kernels.gpu.fragments import bf16_pair, constant, mma, unpack_pair
+from cute_kernels.gpu.gemm import add_square, plan_entry, warp_chunks
 from cute_kernels.gpu.prompt_plan import (
-    CHUNK_BYTES,
+    COLUMNS_BYTES,
     ROW_TILE,
     ROW_TILES,
     PromptBuffers,
@@ -31,7 +33,11 @@ from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import tile_stride
 
 AHEAD = 4  # chunks of activations in flight a warp: 1 KiB each
-NORMED = ("qkv", "gu")
+
+
+class Rows:
+    """Trace-time bundle of a chunk: rows, position (of its first row), row_tiles (Int32); act
+    (prompt_plan.PromptBuffers), tokens, rope, embed_base, embed_table (Int64 addresses)."""
 
 
 # -- global memory behind a grid barrier -------------------------------------------------------
@@ -56,40 +62,39 @@ def load_rows(at):
 
 @cute.jit
 def store_tile(
-    k: cutlass.Constexpr, base: Int64, rows: Int32, row_tile: Int32, tile: Int32,
+    k: cutlass.Constexpr, p: cutlass.Constexpr, base: Int64, row_tile: Int32, tile: Int32,
     words: cutlass.Constexpr,
 ):  # fmt: skip
     """16 rows x 8 columns as the mma leaves them (words: columns 2 t, 2 t + 1 of rows g and g + 8)
     into an activation buffer. Lanes t and t ^ 1 swap one word, so that each stores two neighbours
-    of one row. Rows from `rows` on are not stored."""
+    of one row. Rows beyond the chunk are not stored."""
     odd = k.lane & 1
     other = cute.arch.shuffle_sync_bfly(sync.select(odd, words[0], words[1]), offset=1)
     first, second = sync.select(odd, other, words[0]), sync.select(odd, words[1], other)
     row = row_tile * ROW_TILE + odd * 8 + (k.lane >> 2)
     slot = (k.lane >> 2) * 4 + (tile & 1) * 2 + ((k.lane & 3) >> 1)
-    at = (tile >> 2) * CHUNK_BYTES + (row >> 3) * 512 + slot * 16 + ((tile >> 1) & 1) * 8
-    if row < rows:
+    at = (tile >> 2) * COLUMNS_BYTES + (row >> 3) * 512 + slot * 16 + ((tile >> 1) & 1) * 8
+    if row < p.rows:
         code = "st.global.v2.b32 [{$r0}], {{$r1},{$r2}};"
         sync.ptx_do(code, base + Int64(at), first, second)
 
 
 @cute.jit
 def store_gated(
-    k: cutlass.Constexpr, base: Int64, rows: Int32, row_tile: Int32, tile: Int32,
+    k: cutlass.Constexpr, p: cutlass.Constexpr, base: Int64, row_tile: Int32, tile: Int32,
     v: cutlass.Constexpr,
 ):  # fmt: skip
     """SwiGLU of a tile of (gate, up) columns: 16 rows x 4 columns. Lanes t and t ^ 1 make one word
     of row g and one of row g + 8."""
-    h = [v[e + 1] * v[e] / (1.0 + cute.math.exp2(v[e] * -1.4426950408889634, fastmath=True))
-         for e in (0, 2)]  # fmt: skip
+    h = [silu_times(v[0], v[1]), silu_times(v[2], v[3])]
     others = [cute.arch.shuffle_sync_bfly(x, offset=1) for x in h]
     odd = k.lane & 1
     word = sync.select(odd, bf16_pair(others[1], h[1]), bf16_pair(h[0], others[0]))
     row = row_tile * ROW_TILE + odd * 8 + (k.lane >> 2)
     slot = (k.lane >> 2) * 4 + (tile & 3)
     word_at = ((tile >> 2) & 1) * 2 + ((k.lane & 3) >> 1)
-    at = (tile >> 3) * CHUNK_BYTES + (row >> 3) * 512 + slot * 16 + word_at * 4
-    if row < rows:
+    at = (tile >> 3) * COLUMNS_BYTES + (row >> 3) * 512 + slot * 16 + word_at * 4
+    if row < p.rows:
         sync.ptx_do("st.global.b32 [{$r0}], {$r1};", base + Int64(at), word)
 
 
@@ -97,13 +102,13 @@ def tile_words(v):
     return [bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3])]
 
 
-def add_residual(k, act, rows, row_tile, tile, v):
+def add_residual(k, p, row_tile, tile, v):
     """The fp32 residual of this CTA's columns: read, added to, kept; and the sum as bf16 in x."""
     b = PromptBuffers.of(k.c)
-    at = act + Int64(b.residual) + Int64((tile * ROW_TILES + row_tile) * 512 + k.lane * 16)
+    at = p.act + Int64(b.residual) + Int64((tile * ROW_TILES + row_tile) * 512 + k.lane * 16)
     v = [x + r for x, r in zip(v, load_quad(at), strict=True)]
     store_quad(at, v)
-    store_tile(k, act + Int64(b.x), rows, row_tile, tile, tile_words(v))
+    store_tile(k, p, p.act + Int64(b.x), row_tile, tile, tile_words(v))
 
 
 def part_at(k, tile, rank, row_tile):
@@ -117,8 +122,7 @@ def square_sums(sums, vectors):
     of additions (gemm.row_squares)."""
     for half, vector in enumerate(vectors):
         for at, word in enumerate(vector):
-            lo, hi = unpack_pair(word)
-            sums[half][at] = hi * hi + (lo * lo + sums[half][at])
+            sums[half][at] = add_square(sums[half][at], word)
 
 
 def add_squares(norms, sums):
@@ -145,14 +149,14 @@ def k_warp_products(k, g, n, places, ahead, at, after, totals, norms):
     for i in range(chunks):
         vectors, more = queue.pop(0), i + depth
         queue.append(
-            load_rows(at + more * CHUNK_BYTES if more < chunks
-                      else after + (more - chunks) * CHUNK_BYTES)
+            load_rows(at + more * COLUMNS_BYTES if more < chunks
+                      else after + (more - chunks) * COLUMNS_BYTES)
         )  # fmt: skip
         weights = [
-            sync.lds_words(places[j][i // per_copy] + (i % per_copy) * (k.c.k_warps * 512))
+            sync.lds_words(places[j][i // per_copy] + (i % per_copy) * (k.c.warps * 512))
             for j in range(n)
         ]
-        if g.name in NORMED:
+        if g.normed:
             square_sums(sums, vectors)
         r0, r1 = vectors
         for s in range(2):
@@ -163,7 +167,7 @@ def k_warp_products(k, g, n, places, ahead, at, after, totals, norms):
     for j in range(n):
         for e in range(4):
             totals[4 * j + e] = totals[4 * j + e] + (chains[j][0][e] + chains[j][1][e])
-    if g.name in NORMED:
+    if g.normed:
         add_squares(norms, sums)
 
 
@@ -175,16 +179,16 @@ def multiply_rows(
     """totals[4 j + e] = this row tile's sums with the n tiles at `places` (shared addresses by
     tile and copy); norms[half] = the row's sum of squares over K."""
     chunks = warp_chunks(k, g)
-    depth, span = min(AHEAD, chunks), chunks * CHUNK_BYTES
+    depth, span = min(AHEAD, chunks), chunks * COLUMNS_BYTES
     ahead = cute.make_rmem_tensor(cute.make_layout(8 * depth), Uint32)
-    keep(ahead, [load_rows(src + d * CHUNK_BYTES) for d in range(depth)])
+    keep(ahead, [load_rows(src + d * COLUMNS_BYTES) for d in range(depth)])
     for i in cutlass.range_constexpr(4 * n):  # x + -0.0 is x to the last bit, x + 0.0 is not
         totals[i] = sync.as_float(constant(0x80000000))
     norms[0], norms[1] = Float32(0.0), Float32(0.0)
     at, offset = src, Int32(0)
-    for w in cutlass.range(k.c.k_warps, unroll=1):
+    for w in cutlass.range(k.c.warps, unroll=1):
         after = at
-        if w < k.c.k_warps - 1:  # what is read ahead in the last turn is not used
+        if w < k.c.warps - 1:  # what is read ahead in the last turn is not used
             after = at + span
         here = [[p + offset for p in copies] for copies in places]
         k_warp_products(k, g, n, here, ahead, at, after, totals, norms)
@@ -192,32 +196,29 @@ def multiply_rows(
 
 
 # -- the phase ---------------------------------------------------------------------------------
-def finish(k, g, act, rows, row_tile, tile, v, norms):
+def finish(k, p, g, row_tile, tile, v, norms):
     """Finished sums of a tile -> where they go."""
-    b, c = PromptBuffers.of(k.c), k.c
-    if g.name in NORMED:
-        f = [
-            cute.math.rsqrt(norms[h] * (1.0 / c.shape.hidden) + c.shape.rms_eps, fastmath=True)
-            for h in range(2)
-        ]
+    b = PromptBuffers.of(k.c)
+    if g.normed:
+        f = [norm_factor(k.c, norms[h]) for h in range(2)]
         v = [x * f[e >> 1] for e, x in enumerate(v)]
     if g.name == "qkv":
-        store_tile(k, act + Int64(b.q), rows, row_tile, tile, tile_words(v))
+        store_tile(k, p, p.act + Int64(b.q), row_tile, tile, tile_words(v))
     elif g.name == "gu":
-        store_gated(k, act + Int64(b.h), rows, row_tile, tile, v)
+        store_gated(k, p, p.act + Int64(b.h), row_tile, tile, v)
     elif g.split > 1:
-        store_quad(act + Int64(b.parts) + part_at(k, tile, k.rank, row_tile), v)
+        store_quad(p.act + Int64(b.parts) + part_at(k, tile, k.rank, row_tile), v)
     else:
-        add_residual(k, act, rows, row_tile, tile, v)
+        add_residual(k, p, row_tile, tile, v)
 
 
 @cute.jit
 def finish_if(
-    k: cutlass.Constexpr, g: cutlass.Constexpr, ok: cutlass.Boolean, act: Int64, rows: Int32,
+    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, ok: cutlass.Boolean,
     row_tile: Int32, tile: Int32, totals: cute.Tensor, j: cutlass.Constexpr, norms: cute.Tensor,
 ):  # fmt: skip
     if ok:
-        finish(k, g, act, rows, row_tile, tile, [totals[4 * j + e] for e in range(4)], norms)
+        finish(k, p, g, row_tile, tile, [totals[4 * j + e] for e in range(4)], norms)
 
 
 def stage_place(k, stage, i):
@@ -229,18 +230,16 @@ def stage_place(k, stage, i):
 
 @cute.jit
 def rows_gemm(
-    k: cutlass.Constexpr, g: cutlass.Constexpr, phase: Int32, rows: Int32, act: Int64,
+    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, phase: Int32,
     stage: Int32, parity: Int32,
 ):  # fmt: skip
-    """Consumer warps' part of one matrix. act: base of the PromptBuffers. Returns the place in the
-    ring. Where `down` is split its parts still have to be added: `add_parts`, a barrier later."""
+    """Consumer warps' part of one matrix. Returns the place in the ring. Where `down` is split its parts still have to be added: `add_parts`, a barrier later."""
     c, b, n_group = k.c, PromptBuffers.of(k.c), group_tiles(k.c, g.name)
     source = {"qkv": b.x, "o": b.a, "gu": b.x, "down": b.h}[g.name]
-    src = act + Int64(source) + Int64(k.lane * 16)
+    src = p.act + Int64(source) + Int64(k.lane * 16)
     if cutlass.const_expr(g.split > 1):
-        src = src + Int64(k.rank * (g.slab // CHUNK * CHUNK_BYTES))
+        src = src + Int64(k.rank * (g.slab // CHUNK * COLUMNS_BYTES))
     tile0, n, _, _ = plan_entry(k, phase)
-    row_tiles = (rows + ROW_TILE - 1) // ROW_TILE
     totals = cute.make_rmem_tensor(cute.make_layout(4 * n_group), Float32)
     norms = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     done, groups = Int32(0), (n + (n_group - 1)) // n_group
@@ -260,14 +259,14 @@ def rows_gemm(
             for j in range(n_group)
         ]
         row_tile, seen = k.wid, Uint32(0)
-        while row_tile < row_tiles:
+        while row_tile < p.row_tiles:
             multiply_rows(
                 k, g, n_group, places, src + Int64(row_tile * 1024), totals, norms
             )
             for j in cutlass.range_constexpr(n_group):
                 seen = seen | sync.as_bits(totals[4 * j])  # no sum before its weights are read
                 tile = tile0 + (done + j) * tile_stride(c, g.name)
-                finish_if(k, g, j < left, act, rows, row_tile, tile, totals, j, norms)
+                finish_if(k, p, g, j < left, row_tile, tile, totals, j, norms)
             row_tile = row_tile + c.warps
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -280,8 +279,8 @@ def rows_gemm(
     return stage, parity
 
 
-def part_sum(k, act, row_tile, tile):
-    base = act + Int64(PromptBuffers.of(k.c).parts)
+def part_sum(k, p, row_tile, tile):
+    base = p.act + Int64(PromptBuffers.of(k.c).parts)
     parts = [load_quad(base + part_at(k, tile, q, row_tile)) for q in range(k.c.team)]
     v = [Float32(0.0)] * 4
     for part in parts:
@@ -290,73 +289,57 @@ def part_sum(k, act, row_tile, tile):
 
 
 @cute.jit
-def add_parts(k: cutlass.Constexpr, phase: Int32, rows: Int32, act: Int64):
+def add_parts(k: cutlass.Constexpr, p: cutlass.Constexpr, phase: Int32):
     """The owner of a tile of a split `down` adds its team's parts in rank order."""
     c = k.c
     tile0, n, _, _ = plan_entry(k, phase)
-    row_tiles = (rows + ROW_TILE - 1) // ROW_TILE
     own = (n - k.rank + c.team - 1) // c.team
     i = k.wid
-    while i < own * row_tiles:
-        tile, row_tile = tile0 + (i // row_tiles) * c.team + k.rank, i % row_tiles
-        add_residual(k, act, rows, row_tile, tile, part_sum(k, act, row_tile, tile))
+    while i < own * p.row_tiles:
+        tile, row_tile = tile0 + (i // p.row_tiles) * c.team + k.rank, i % p.row_tiles
+        add_residual(k, p, row_tile, tile, part_sum(k, p, row_tile, tile))
         i = i + c.warps
 
 
 # -- embeddings --------------------------------------------------------------------------------
-@cute.jit
-def token_row(k: cutlass.Constexpr, position: Int32, rows: Int32, row: Int32):
-    """Address of the 64 bytes of a row's token in the first 32 columns of its unit of the packed
-    embeddings (the head's tiles of 8 tokens); rows beyond the chunk get the last one's."""
-    at = position + cutlass.min(row, rows - 1)
-    token = ptx_read("ld.global.b32 {$w0}, [{$r0}];", [Int32], k.tokens + Int64(at) * 4)
-    table = k.embed_table + Int64(token >> 3) * 8
-    unit = ptx_read("ld.global.b64 {$w0}, [{$r0}];", [Int64], table)
-    return k.embed_base + unit + Int64((token & 7) * 64)
-
-
-def unit_chunk(k, chunk):
-    """Byte offset in a unit of the head of 32 columns: [chunk of a warp][warp][512 bytes]."""
-    g = k.c.gemm("lm")
-    per_warp = warp_chunks(k, g)
-    return ((chunk % per_warp) * k.c.k_warps + chunk // per_warp) * 512
+def row_token(k, p, row):
+    """Address of a row's embedding (embed.py); rows beyond the chunk get the last one's."""
+    at = p.position + cutlass.min(row, p.rows - 1)
+    return token_address(
+        k, ptx_read("ld.global.b32 {$w0}, [{$r0}];", [Int32], p.tokens + Int64(at) * 4)
+    )
 
 
 @cute.jit
-def embed_rows(k: cutlass.Constexpr, position: Int32, rows: Int32, act: Int64):
+def embed_rows(k: cutlass.Constexpr, p: cutlass.Constexpr):
     """x = the tokens' embeddings: copies of 16-byte vectors, (32 columns, 8 rows) a warp at a
     time over all warps of the grid."""
-    c, b = k.c, PromptBuffers.of(k.c)
+    c, x = k.c, p.act + Int64(PromptBuffers.of(k.c).x)
     chunks = c.shape.hidden // CHUNK
-    blocks = (rows + 7) // 8
     i = k.wid * c.ctas + k.bid
-    while i < chunks * blocks:
+    while i < (p.rows + 7) // 8 * chunks:
         chunk, block = i % chunks, i // chunks
         row = block * 8 + (k.lane >> 2)
-        at = token_row(k, position, rows, row) + Int64(unit_chunk(k, chunk) + (k.lane & 3) * 16)
-        words = load_words(at)
-        if row < rows:
-            to = act + Int64(b.x + chunk * CHUNK_BYTES + block * 512 + k.lane * 16)
+        col = chunk * CHUNK + (k.lane & 3) * 4
+        words = sync.ld_constant_words(row_token(k, p, row) + column_offset(k, col))
+        if row < p.rows:
+            to = x + Int64(chunk * COLUMNS_BYTES + block * 512 + k.lane * 16)
             sync.ptx_do("st.global.v4.b32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};", to, *words)
         i = i + c.warps * c.ctas
 
 
 @cute.jit
-def embed_residual(k: cutlass.Constexpr, position: Int32, rows: Int32, act: Int64, phase: Int32):
+def embed_residual(k: cutlass.Constexpr, p: cutlass.Constexpr, phase: Int32):
     """The same as fp32 for this CTA's own columns; phase: of some `o`, whose tiles they are."""
-    c, b = k.c, PromptBuffers.of(k.c)
+    c, residual = k.c, p.act + Int64(PromptBuffers.of(k.c).residual)
     tile0, n, _, _ = plan_entry(k, phase)
-    row_tiles = (rows + ROW_TILE - 1) // ROW_TILE
     i = k.wid
-    while i < n * row_tiles:
-        tile, row_tile = tile0 + (i // row_tiles) * tile_stride(c, "o"), i % row_tiles
-        slot = (tile & 1) * 2 + ((k.lane & 3) >> 1)
-        at = unit_chunk(k, tile >> 2) + slot * 16 + ((tile >> 1) & 1) * 8 + (k.lane & 1) * 4
+    while i < n * p.row_tiles:
+        tile, row_tile = tile0 + (i // p.row_tiles) * tile_stride(c, "o"), i % p.row_tiles
         row = row_tile * ROW_TILE + (k.lane >> 2)
-        words = [
-            ptx_read("ld.global.b32 {$w0}, [{$r0}];", [Uint32], token + Int64(at))
-            for token in (token_row(k, position, rows, row), token_row(k, position, rows, row + 8))
-        ]
-        to = Int64((tile * ROW_TILES + row_tile) * 512 + k.lane * 16)
-        store_quad(act + Int64(b.residual) + to, unpack_pair(words[0]) + unpack_pair(words[1]))
+        at = column_offset(k, tile * TILE + 2 * (k.lane & 3))
+        lo = ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Uint32], row_token(k, p, row) + at)
+        hi = ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Uint32], row_token(k, p, row + 8) + at)
+        to = residual + Int64((tile * ROW_TILES + row_tile) * 512 + k.lane * 16)
+        store_quad(to, [*unpack_pair(lo), *unpack_pair(hi)])
         i = i + c.warps
