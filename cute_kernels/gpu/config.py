@@ -115,7 +115,8 @@ class Config:
     red_buffers: buffers of partial sums; with 2 a barrier per group of tiles goes.
     setmaxnreg: registers move from the other warps to the consumers.
     attention: between qkv and o, in `splits` parts of the context (without it, for tests of the
-    matrices alone, o reads q). timing: every CTA notes when its phases begin and end.
+    matrices alone, o reads q). prompt: PROMPT steps too.
+    timing: every CTA notes when its phases begin and end.
     """
 
     shape: Shape
@@ -132,6 +133,7 @@ class Config:
     setmaxnreg: bool = False
     timing: bool = False
     attention: bool = True
+    prompt: bool = True
     splits: int = 16
     phase: str = ""  # one phase as a kernel of its own, for graph baselines
     arch: str = "sm_90a"
@@ -179,9 +181,7 @@ class Config:
 
     def _check_attention(self) -> None:
         attention_plan.check(self)
-        self._check(
-            self.stage_bytes >= KV_COPY, "stage_bytes", f"at least {KV_COPY} for KV blocks"
-        )
+        self._check(self.stage_bytes >= KV_COPY, "stage_bytes", f"at least {KV_COPY} for KV blocks")
         self._check(self.stage_bytes % 1024 == 0, "stage_bytes", "a multiple of 1024")
 
     def _check(self, ok: bool, name: str, wanted: str) -> None:

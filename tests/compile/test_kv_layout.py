@@ -19,7 +19,9 @@ def test_swizzle_is_its_own_inverse_and_spreads_banks(dim):
     y = kv_layout.swizzle_rows(x)
     assert np.array_equal(kv_layout.swizzle_rows(y), x)
     for piece in range(dim // 8):  # eight rows' piece i lie in eight different bank groups
-        where = [int(np.flatnonzero(y[r] == x[r, piece * 8])[0]) * 2 + r * dim * 2 for r in range(8)]
+        where = [
+            int(np.flatnonzero(y[r] == x[r, piece * 8])[0]) * 2 + r * dim * 2 for r in range(8)
+        ]
         assert len({at // 16 % 8 for at in where}) == 8
 
 
