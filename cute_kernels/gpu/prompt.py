@@ -15,13 +15,14 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
-from cute_kernels.gpu.board import WORD, Board
-from cute_kernels.gpu.core import arg
+from cute_kernels.gpu.board import WORD, Board, Desc
+from cute_kernels.gpu.core import arg, desc_word, note_phase
 from cute_kernels.gpu.gemm import plan_entry
 from cute_kernels.gpu.prompt_attention import attend, keys_written, produce_keys, write_keys
 from cute_kernels.gpu.prompt_plan import ROW_TILE
-from cute_kernels.gpu.ring import produce
+from cute_kernels.gpu.ring import produce, skip
 from cute_kernels.gpu.rows_gemm import Rows, add_parts, embed_residual, embed_rows, rows_gemm
+from cute_kernels.gpu.sync import ptx_read
 
 QKV, O, GU, DOWN = range(4)
 PARTS = ("embed", "qkv", "keys", "attention", "o", "gu", "down")  # what can be compiled alone
@@ -67,14 +68,6 @@ def grid_barrier(k: cutlass.Constexpr, side: Int32):
     return 1 - side
 
 
-@cute.jit
-def note_phase(k: cutlass.Constexpr, phase: Int32):
-    """For who looks when the kernel hangs."""
-    if k.tid == 0:
-        at = k.board + Int64((int(Board.PHASE) + k.bid) * WORD)
-        sync.ptx_do("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", at, phase + 1)
-
-
 # -- consumers -----------------------------------------------------------------------------------
 def has(only, name):
     return only in ("", name)
@@ -95,7 +88,7 @@ def run_layers(
             side = grid_barrier(k, side)
     for phase in cutlass.range(first, last, unroll=1):
         kind, layer = phase & 3, phase >> 2
-        note_phase(k, phase)
+        note_phase(k, phase + 1)
         if cutlass.const_expr(has(only, "qkv")):
             if kind == QKV:
                 stage, parity = rows_gemm(k, p, c.gemm("qkv"), phase, stage, parity)
@@ -120,6 +113,25 @@ def run_layers(
                     add_parts(k, p, phase)
         side = grid_barrier(k, side)
     return stage, parity
+
+
+def prefetched(k):
+    """Copies of phase 0 that the producer issues before it knows the step: kernel.py."""
+    _, _, copies, _ = plan_entry(k, Int32(0))
+    return cutlass.min(copies, k.ring.n)
+
+
+def step_chunk(k):
+    return chunk(k, desc_word(k, Desc.ROWS), desc_word(k, Desc.POSITION))
+
+
+@cute.jit
+def run_prompt(k: cutlass.Constexpr, stage: Int32, parity: Int32):
+    """Consumer warps: the PROMPT step of the descriptor. Returns the place in the ring."""
+    first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
+    if first > 0:
+        stage, parity = skip(k.ring, stage, parity, prefetched(k))
+    return run_layers(k, step_chunk(k), first, last, stage, parity)
 
 
 # -- the producer --------------------------------------------------------------------------------
@@ -148,3 +160,25 @@ def produce_layers(
             )
         copies, n_bytes = more, more_bytes
     return stage, parity, issued, landed, landed_parity
+
+
+def stream_at(k, phase):
+    """Where this CTA's weights of a phase begin."""
+    offset = ptx_read("ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], k.offsets + Int64(phase) * 8)
+    return arg(k, Arg.STREAM) + offset
+
+
+@cute.jit
+def produce_prompt(
+    k: cutlass.Constexpr, at: Int64, stage: Int32, parity: Int32, issued: Int32, landed: Int32,
+    landed_parity: Int32,
+):  # fmt: skip
+    """The producer warp: the PROMPT step of the descriptor, behind the `prefetched` copies of phase
+    0, which end at stream address `at`."""
+    first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
+    ahead = prefetched(k)
+    if first > 0:  # the consumers skip what was prefetched
+        at, ahead = stream_at(k, first), Int32(0)
+    return produce_layers(
+        k, step_chunk(k), first, last, at, ahead, stage, parity, issued, landed, landed_parity
+    )

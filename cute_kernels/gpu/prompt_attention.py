@@ -153,21 +153,17 @@ def block_scores(k, q, base):
 
 def block_values(k, o, p, base, live):
     """O += P V; o: flat [tiles of 8 dimensions x 4]. live: keys of the block whose V counts; from
-    there on it is taken as zero (None: all 64). Returns a word that needs all loads."""
+    there on it is taken as zero. Returns a word that needs all loads."""
     i, width, seen = k.lane, k.c.shape.head_dim * 2, Uint32(0)
     for u in range(4):
-        a = [bf16_pair(p[2 * u + (e >> 1)][2 * (e & 1)], p[2 * u + (e >> 1)][2 * (e & 1) + 1])
-             for e in range(4)]  # fmt: skip
-        masks = None
-        if live is not None:  # this lane's keys: 2 t, 2 t + 1 and 8 more of the 16
-            first = live - u * 16 - 2 * (i & 3)
-            masks = [key_mask(first), key_mask(first - 8)]
+        a = [p[e & 1][2 * u + (e >> 1)] for e in range(4)]
+        first = live - u * 16 - 2 * (i & 3)  # this lane's keys: 2 t, 2 t + 1 and 8 more of the 16
+        masks = [key_mask(first), key_mask(first - 8)]
         for n in range(0, k.c.shape.head_dim // 8, 2):
             lane = base + (i & 15) * width + (((n + (i >> 4)) ^ (i & 7)) << 4)
             b = ldmatrix(lane + u * 16 * width, True)
             seen = seen | b[0]
-            if masks is not None:
-                b = [x & masks[w & 1] for w, x in enumerate(b)]
+            b = [x & masks[w & 1] for w, x in enumerate(b)]
             for e in range(2):
                 at = (n + e) * 4
                 d = mma([o[at + w] for w in range(4)], a, b[2 * e : 2 * e + 2])
@@ -188,20 +184,18 @@ def quad_max(v):
 
 
 def softmax_block(k, tiles, m, den, o, scale, place):
-    """One step of the running softmax of both row halves; returns probabilities by tile. m is in
-    units of scaled scores. place: position within the block of row g, whose keys end there; None
-    where all keys count."""
-    p = [[None] * 4 for _ in range(8)]
+    """One step of the running softmax of both row halves; returns probabilities as bf16 words,
+    [half][tile of 8 keys]. m is in units of scaled scores. place: the last key of the block that counts for row g; 8 more count for
+    row g + 8."""
+    p = []
     for h in range(2):
         s = [tiles[j][2 * h + e] for j in range(8) for e in range(2)]
-        if place is not None:
-            last = place + 8 * h - 2 * (k.lane & 3)
-            s = [sync.choose(8 * (i // 2) + i % 2 <= last, v, NEG_INF) for i, v in enumerate(s)]
+        last = place + 8 * h - 2 * (k.lane & 3)
+        s = [sync.choose(8 * (i // 2) + i % 2 <= last, v, NEG_INF) for i, v in enumerate(s)]
         new = sync.maximum([m[h], quad_max(sync.maximum(s)) * scale])
         alpha = exp2(m[h] - new)
         sums = [exp2(v * scale - new) for v in s]
-        for j in range(8):
-            p[j][2 * h : 2 * h + 2] = sums[2 * j : 2 * j + 2]
+        p.append([bf16_pair(*sums[i : i + 2]) for i in range(0, 16, 2)])
         while len(sums) > 1:
             sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
         m[h] = new
@@ -236,25 +230,27 @@ def walk_blocks(
     c = k.c
     scale = c.shape.head_dim**-0.5 * 1.4426950408889634
     for block in cutlass.range(blocks, unroll=1):
-        seen, keys = Uint32(0), stage
+        first, second = stage, stage
         sync.wait_parity(k.ring.full + stage * 8, parity)
         stage, parity = advance(k.ring, stage, parity)
-        keys_at = k.ring.base + keys * k.ring.stage_bytes
-        values_at, values = keys_at + KV_COPY // 2, keys
+        keys_at = k.ring.base + first * k.ring.stage_bytes
+        values_at = keys_at + KV_COPY // 2
         if cutlass.const_expr(stages_per_block(c) > 1):
-            values = stage
+            second = stage
             sync.wait_parity(k.ring.full + stage * 8, parity)
             stage, parity = advance(k.ring, stage, parity)
-            values_at = k.ring.base + values * k.ring.stage_bytes
-        if block < own:
-            seen = attend_block(k, q, m, den, o, scale, keys_at, values_at, None, None)
-        elif block == own:
-            seen = attend_block(k, q, m, den, o, scale, keys_at, values_at, place, live)
+            values_at = k.ring.base + second * k.ring.stage_bytes
+        seen = Uint32(0)
+        if block <= own:
+            here, alive = Int32(PAGE), Int32(PAGE)  # all keys count
+            if block == own:
+                here, alive = place, live
+            seen = attend_block(k, q, m, den, o, scale, keys_at, values_at, here, alive)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            sync.release_after(k.ring.empty + keys * 8, [seen], k.zero)
+            sync.release_after(k.ring.empty + first * 8, [seen], k.zero)
             if cutlass.const_expr(stages_per_block(c) > 1):
-                sync.release_after(k.ring.empty + values * 8, [seen], k.zero)
+                sync.release_after(k.ring.empty + second * 8, [seen], k.zero)
     return stage, parity
 
 

@@ -39,6 +39,7 @@ class Barrier(enum.IntEnum):
     """Named barriers. 0 is `sync_threads`, which role-specialised code must not use."""
 
     CONSUMERS = 1
+    KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.keys_barrier
 
 
 def ptx_read(code, types, *args):
