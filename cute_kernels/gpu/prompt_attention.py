@@ -131,9 +131,7 @@ def write_keys(k: cutlass.Constexpr, p: cutlass.Constexpr, layer: Int32):
 # -- one block -----------------------------------------------------------------------------------
 def ldmatrix(addr, transposed):
     kind = "ldmatrix.sync.aligned.m8n8.x4" + (".trans" if transposed else "")
-    return ptx_read(
-        kind + ".shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Uint32] * 4, addr
-    )
+    return ptx_read(kind + ".shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Uint32] * 4, addr)
 
 
 def block_scores(k, q, base):

@@ -260,9 +260,7 @@ def rows_gemm(
         ]
         row_tile, seen = k.wid, Uint32(0)
         while row_tile < p.row_tiles:
-            multiply_rows(
-                k, g, n_group, places, src + Int64(row_tile * 1024), totals, norms
-            )
+            multiply_rows(k, g, n_group, places, src + Int64(row_tile * 1024), totals, norms)
             for j in cutlass.range_constexpr(n_group):
                 seen = seen | sync.as_bits(totals[4 * j])  # no sum before its weights are read
                 tile = tile0 + (done + j) * tile_stride(c, g.name)
