@@ -51,8 +51,9 @@ class Kernel:
     @classmethod
     def read(cls, path: pathlib.Path) -> "Kernel":
         """From `path`.cubin and `path`.json."""
-        manifest = json.loads(path.with_suffix(".json").read_text())
-        return cls(path.with_suffix(".cubin").read_bytes(), manifest)
+        at = str(path)  # with_suffix would cut a model's name at its dot
+        manifest = json.loads(pathlib.Path(at + ".json").read_text())
+        return cls(pathlib.Path(at + ".cubin").read_bytes(), manifest)
 
     def _config(self, stream: int, cooperative: bool, dependent: bool) -> tuple[Any, list]:
         cu, m = self._cu, self.manifest

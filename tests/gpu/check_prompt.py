@@ -221,7 +221,7 @@ def main(folder: pathlib.Path, presets: list[str]) -> None:
             except Exception as e:
                 result = f"WRONG {type(e).__name__}: {e}"
                 if not isinstance(e, AssertionError):
-                    traceback.print_exc()
+                    traceback.print_exc(limit=-2)
             print(
                 f"{name:14s} {what:20s} {time.perf_counter() - start:5.1f} s  {result}", flush=True
             )
