@@ -172,6 +172,7 @@ def start(
     Raises ModelError for a shape the device has no kernel for, ParameterError when a ring does not
     fit or memory is short.
     """
+    config = config.for_context(options.ctx)
     try:
         dims_of(config)
     except ValueError as error:

@@ -135,7 +135,7 @@ class Engine(AbstractContextManager["Engine"]):
             draft = path_or_name("draft", draft)
         start = prepare(device, settings, device_options)
         loaded, self.tokenizer = _load(model)
-        self.config = loaded.config
+        self.config = loaded.config.for_context(self.ctx)
         self.drafter = choose_drafter(draft, loaded) if budget != 0 else None
         if self.drafter is None and draft != "off" and budget != 0:
             _say_once(f"no drafter belongs to {self.config.name}: decoding plainly")

@@ -34,7 +34,7 @@ def matrices(name: str) -> Config:
 
 
 def scripted() -> dict[str, Config]:
-    """Kernels with the scripted service, by file name."""
+    """Kernels that are compared with torch, by file name."""
     return {f"matrices-{name}": matrices(name) for name in SHAPES}
 
 
@@ -51,10 +51,19 @@ def prompts() -> dict[str, tuple[Config, Callable]]:
     }
 
 
+def timed() -> dict[str, Config]:
+    """Whole models, whose steps are timed: time_decode.py."""
+    return {
+        f"timed-matrices-{name}": product(name, attention=False, prompt=False)
+        for name in ("smollm2-135m", "llama-3.2-1b")
+    }
+
+
 def probe_makers() -> dict:
-    from cute_kernels.gpu import probes
+    from cute_kernels.gpu import echo, probes
 
     makers = {f"turnstile-{n}": (lambda n=n: probes.make_turnstile(n)) for n in TURNSTILES}
+    makers["echo"] = lambda: echo.make_echo(132)
     makers["barrier"] = lambda: probes.make_barrier(132)
     makers["ring"] = lambda: probes.make_ring_race(132, dependent=True)
     makers["ring-independent"] = lambda: probes.make_ring_race(132, dependent=False)
@@ -72,7 +81,7 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
     }
     for name, (c, make) in prompts().items():
         makers[name] = partial(build.build, f"{name} {c}", make, c.arch, cache)
-    for name, c in scripted().items():
+    for name, c in (scripted() | timed()).items():
         makers[name] = partial(build.build_kernel, c, "script", cache)
     for name in names or makers:
         start = time.perf_counter()
