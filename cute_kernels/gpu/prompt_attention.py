@@ -1,8 +1,8 @@
 """Causal attention of a prompt chunk: up to 256 rows whose first position is a multiple of 64.
 
 Before it, `write_keys` puts the chunk's keys (normalised where the model does that, rotated) and
-values into the KV pages; a grid barrier later every block of the context is read from there, through
-the weight ring. A row walks the absolute blocks of 64 positions from 0 up to its own with one
+values into the KV pages; a grid barrier later every block of the context is read from there,
+through the weight ring. A row walks the absolute blocks of 64 positions from 0 up to its own with one
 running softmax: its arithmetic depends on the tokens before it and on its position alone, not on
 the chunk's length, its start or its other rows.
 
@@ -183,8 +183,8 @@ def quad_max(v):
 
 def softmax_block(k, tiles, m, den, o, scale, place):
     """One step of the running softmax of both row halves; returns probabilities as bf16 words,
-    [half][tile of 8 keys]. m is in units of scaled scores. place: the last key of the block that counts for row g; 8 more count for
-    row g + 8."""
+    [half][tile of 8 keys]. m is in units of scaled scores. place: the last key of the block that
+    counts for row g; 8 more count for row g + 8."""
     p = []
     for h in range(2):
         s = [tiles[j][2 * h + e] for j in range(8) for e in range(2)]

@@ -24,10 +24,10 @@ MOST_TILES = 6  # output tiles of 16 x 8 whose sums a warp keeps: 12 registers e
 class PromptBuffers:
     """Byte offsets in the prompt's activations.
 
-    x, q, a, h: bf16, columns [hidden], [qkv], [heads x head_dim], [ffn]; q: before rotation. residual: fp32
-    [hidden / 8, row tiles, lane, 4], the values an mma leaves in a lane; its columns are read and
-    written by their owner CTA alone. parts: fp32 [hidden / 8, team, row tiles, lane, 4], the team's
-    sums of `down`.
+    x, q, a, h: bf16, columns [hidden], [qkv], [heads x head_dim], [ffn]; q: before rotation.
+    residual: fp32 [hidden / 8, row tiles, lane, 4], the values an mma leaves in a lane; its columns
+    are read and written by their owner CTA alone. parts: fp32 [hidden / 8, team, row tiles, lane,
+    4], the team's sums of `down`.
     """
 
     x: int
@@ -114,9 +114,9 @@ def chunks_of(length: int, sizes: tuple[int, ...] = (MAX_ROWS,)) -> list[tuple[i
     return out
 
 
-# -- fp32 buffers, for tests and host code; numpy arrays or torch tensors -------------------------
+# -- fp32 buffers, for tests and host code; numpy arrays or torch tensors ------------------------
 def to_row_quads(x):
-    """fp32 [256, columns] -> [columns / 8, row tiles, lane, 4], flat: see PromptBuffers.residual."""
+    """fp32 [256, columns] -> [columns / 8, row tiles, lane, 4], flat: PromptBuffers.residual."""
     v = x.reshape(ROW_TILES, 2, 8, -1, 4, 2)  # row tile, half, g, tile, t, element
     order = (3, 0, 2, 4, 1, 5)
     return (v.permute(order) if hasattr(v, "permute") else v.transpose(order)).reshape(-1)

@@ -233,7 +233,8 @@ def rows_gemm(
     k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, phase: Int32,
     stage: Int32, parity: Int32,
 ):  # fmt: skip
-    """Consumer warps' part of one matrix. Returns the place in the ring. Where `down` is split its parts still have to be added: `add_parts`, a barrier later."""
+    """Consumer warps' part of one matrix. Returns the place in the ring. Where `down` is split its
+    parts still have to be added: `add_parts`, a barrier later."""
     c, b, n_group = k.c, PromptBuffers.of(k.c), group_tiles(k.c, g.name)
     source = {"qkv": b.x, "o": b.a, "gu": b.x, "down": b.h}[g.name]
     src = p.act + Int64(source) + Int64(k.lane * 16)
