@@ -2,9 +2,9 @@
 
 Before it, `write_keys` puts the chunk's keys (normalised where the model does that, rotated) and
 values into the KV pages; a grid barrier later every block of the context is read from there,
-through the weight ring. A row walks the absolute blocks of 64 positions from 0 up to its own with one
-running softmax: its arithmetic depends on the tokens before it and on its position alone, not on
-the chunk's length, its start or its other rows.
+through the weight ring. A row walks the absolute blocks of 64 positions from 0 up to its own with
+one running softmax: its arithmetic depends on the tokens before it and on its position alone, not
+on the chunk's length, its start or its other rows.
 
 CTAs take tasks (kv head, row tiles; prompt_plan.Task), a warp one query head of 16 rows. Scores of
 keys behind a row are masked by select; V of positions that nobody has written yet is zeroed, since

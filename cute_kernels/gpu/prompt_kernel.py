@@ -10,9 +10,8 @@ from cutlass import Int32, Int64
 
 from cute_kernels.gpu.config import Config
 from cute_kernels.gpu.core import Core, carve, init_barriers, memory, places
+from cute_kernels.gpu.kernel import register_split
 from cute_kernels.gpu.prompt import chunk, produce_layers, run_layers, stream_at
-
-FEW, MANY = 64, 224  # registers with setmaxnreg, as in kernel.py
 
 
 @cute.jit
@@ -30,6 +29,8 @@ def make_prompt(c: Config, only: str = ""):
     arguments.Arg; rows, position of the chunk; first and last + 1 phase (of a part: its own).
     """
 
+    few, many = register_split(c)
+
     @cute.kernel
     def kernel(args: Int64, rows: Int32, position: Int32, first: Int32, last: Int32):
         tid, _, _ = cute.arch.thread_idx()
@@ -44,12 +45,12 @@ def make_prompt(c: Config, only: str = ""):
         init_barriers(k)
         if k.wid >= c.warps:
             if cutlass.const_expr(c.setmaxnreg):
-                cute.arch.setmaxregister_decrease(FEW)
+                cute.arch.setmaxregister_decrease(few)
             if k.wid == c.warps:
                 produce_all(k, chunk(k, rows, position), first, last, only)
         else:
             if cutlass.const_expr(c.setmaxnreg):
-                cute.arch.setmaxregister_increase(MANY)
+                cute.arch.setmaxregister_increase(many)
             run_layers(k, chunk(k, rows, position), first, last, Int32(0), Int32(0), only)
 
     name = f"md_prompt_{only or 'all'}"
