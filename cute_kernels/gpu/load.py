@@ -51,14 +51,8 @@ class Kernel:
     @classmethod
     def read(cls, path: pathlib.Path) -> "Kernel":
         """From `path`.cubin and `path`.json."""
-<<<<<<< HEAD
-        at = str(path)  # with_suffix would cut a model's name at its dot
-        manifest = json.loads(pathlib.Path(at + ".json").read_text())
-        return cls(pathlib.Path(at + ".cubin").read_bytes(), manifest)
-=======
         manifest, cubin = (path.with_name(path.name + e) for e in (".json", ".cubin"))
         return cls(cubin.read_bytes(), json.loads(manifest.read_text()))
->>>>>>> main
 
     def _config(self, stream: int, cooperative: bool, dependent: bool) -> tuple[Any, list]:
         cu, m = self._cu, self.manifest
