@@ -50,7 +50,7 @@ def test_groups_fit_the_ring(name):
     for phase, kind in enumerate(("qkv", "o", "gu", "down")):
         assert most_tiles(c, kind) == plan[:, phase, 1].max()
         n = group_tiles(c, kind)
-        assert 1 <= n and n * c.gemm(kind).copies_per_unit <= c.stages
+        assert n >= 1 and n * c.gemm(kind).copies_per_unit <= c.stages
 
 
 @pytest.mark.parametrize("name", PRESETS)
