@@ -424,7 +424,7 @@ def hub_error(kind: str) -> Exception:
         ),
         (
             lambda: hub_error("HfHubHTTPError"),
-            "org/name: cannot be fetched from the hub: no",
+            "org/name: cannot be fetched from the hub: ",
         ),
         (
             lambda: OSError("No space left on device"),
