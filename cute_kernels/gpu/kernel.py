@@ -52,6 +52,11 @@ QKV, O, GU, DOWN, LM = range(5)
 
 
 # -- the gate ----------------------------------------------------------------------------------
+def call(module, name, *args):
+    """A method call on `module` inside a run-time loop would make the loop carry it."""
+    return getattr(module, name)(*args)
+
+
 def first_tag(k):
     """Of this launch: one more than the last of the launch before."""
     return sync.ld_acquire(k.board + Int64(int(Board.FIRST_TAG) * 4)) + 1
@@ -106,9 +111,10 @@ def run_producer(k: cutlass.Constexpr, attention: cutlass.Constexpr, prompt: cut
                 )  # fmt: skip
             else:
                 if cutlass.const_expr(prompt is not None):
-                    stage, parity, issued, landed, landed_parity = prompt.produce_prompt(
-                        k, at, stage, parity, issued, landed, landed_parity
-                    )
+                    stage, parity, issued, landed, landed_parity = call(
+                        prompt, "produce_prompt",
+                        k, at, stage, parity, issued, landed, landed_parity,
+                    )  # fmt: skip
 
 
 @cute.jit
@@ -129,7 +135,7 @@ def produce_step(
     first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
     step = ()
     if cutlass.const_expr(attention is not None):
-        step = attention.begin_produce(k)
+        step = call(attention, "begin_produce", k)
     if first > 0:
         at = stream + ptx_read(
             "ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], k.offsets + Int64(first) * 8
@@ -140,9 +146,10 @@ def produce_step(
         _, _, more, more_bytes = plan_entry(k, cutlass.min(phase + 1, k.layers * 4))
         if cutlass.const_expr(attention is not None):
             if (phase & 3) == O:
-                stage, parity, issued, landed, landed_parity = attention.produce_kv(
-                    k, step, phase >> 2, stage, parity, issued, landed, landed_parity
-                )
+                stage, parity, issued, landed, landed_parity = call(
+                    attention, "produce_kv",
+                    k, step, phase >> 2, stage, parity, issued, landed, landed_parity,
+                )  # fmt: skip
         at, stage, parity, issued, landed, landed_parity = produce(
             k.ring, at, copies, n_bytes, stage, parity, issued, landed, landed_parity
         )
@@ -172,7 +179,7 @@ def run_consumers(k: cutlass.Constexpr, attention: cutlass.Constexpr, prompt: cu
             running = Boolean(False)
         else:
             if cutlass.const_expr(prompt is not None):
-                stage, parity = prompt.run_prompt(k, stage, parity)
+                stage, parity = call(prompt, "run_prompt", k, stage, parity)
         note_phase(k, Int32(0))
         if kind != int(Segment.DECODE):
             sync.consumer_sync(k.c.warps * 32)
@@ -202,7 +209,7 @@ def decode_step(
     tile0, n, _, _ = plan_entry(k, Int32(O))
     load_residual(k, rows, tile0, n)
     if cutlass.const_expr(attention is not None):
-        attention.begin_step(k, rows)
+        call(attention, "begin_step", k, rows)
     sync.consumer_sync(c.warps * 32)
     stats, logits = head.new_stats(), arg(k, Arg.LOGITS)
 
@@ -221,7 +228,7 @@ def decode_step(
             )  # fmt: skip
         elif kind == O:
             if cutlass.const_expr(attention is not None):
-                stage, parity = attention.run_attention(k, rows, layer, cur, stage, parity)
+                stage, parity = call(attention, "run_attention", k, rows, layer, cur, stage, parity)
             src = cur + (b.a if c.attention else b.q)
             stage, parity, which = run_phase(
                 k, o, rows, phase, src, cur + b.y, cur, stats, dirty, count,
@@ -232,7 +239,7 @@ def decode_step(
                 k, gu, rows, phase, cur + b.y, cur + b.h, cur, stats, dirty, count,
                 stage, parity, which,
             )  # fmt: skip
-            count, dirty = count + 1, rows
+            count, dirty = (count & 1) + 1, rows
         else:
             stage, parity, which = run_phase(
                 k, down, rows, phase, cur + b.h, cur + b.x, cur + b.parts, stats, dirty, count,
@@ -264,6 +271,15 @@ def parts_of(c: Config, service: str):
     )
 
 
+def register_split(c: Config) -> tuple[int, int]:
+    """(registers a thread of the others, of the consumers). They share what the block is launched
+    with, no more: an increase beyond it would wait for ever."""
+    at_launch = 65536 // c.block // 8 * 8
+    many = 224 if c.gemm("qkv").slab >= 4096 else 208
+    few = (at_launch * c.block - many * c.warps * 32) // (c.block - c.warps * 32) // 8 * 8
+    return few, many
+
+
 def make_kernel(c: Config, service: str = "script"):
     """Returns (jit launcher, example arguments, launch geometry).
 
@@ -271,8 +287,7 @@ def make_kernel(c: Config, service: str = "script"):
     The one argument is the address of the table arguments.Arg.
     """
     attention, prompt, serving = parts_of(c, service)
-    # 65,536 registers: consumers and a warpgroup of 128 others
-    few, many = (64, 224) if c.warps == 8 else (64, 208)
+    few, many = register_split(c)
 
     @cute.kernel
     def kernel(args: Int64):

@@ -39,6 +39,7 @@ class Barrier(enum.IntEnum):
     """Named barriers. 0 is `sync_threads`, which role-specialised code must not use."""
 
     CONSUMERS = 1
+    PAIRS = 2  # and the next 7: the two warps of a query head in attention
 
 
 def ptx_read(code, types, *args):
@@ -118,19 +119,22 @@ def ld_constant_words(addr):
 
 
 def ld_missing_words(addr, words, worst):
-    """`words`, read again only where this lane still misses one (worst == EMPTY): polling
+    """`words` (2 or 4), read again only where this lane still misses one (worst == EMPTY): polling
     everything from every SM would take the bandwidth of the weight stream."""
+    n = len(words)
+    keep = " ".join(f"mov.b32 {{$w{i}}}, {{$r{i + 1}}};" for i in range(n))
+    out = ",".join(f"{{$w{i}}}" for i in range(n))
+    worst_at, policy_at = "{$r" + str(n + 1) + "}", "{$r" + str(n + 2) + "}"
     return ptx_read(
-        "{ .reg .pred q; setp.eq.u32 q, {$r5}, 0xffffffff; mov.b32 {$w0}, {$r1};"
-        " mov.b32 {$w1}, {$r2}; mov.b32 {$w2}, {$r3}; mov.b32 {$w3}, {$r4};"
-        " @q ld.relaxed.gpu.global.L1::no_allocate.L2::cache_hint.v4.b32"
-        " {{$w0},{$w1},{$w2},{$w3}}, [{$r0}], {$r6}; }",
-        [Uint32] * 4,
+        "{ .reg .pred q; setp.eq.u32 q, " + worst_at + ", 0xffffffff; " + keep
+        + f" @q ld.relaxed.gpu.global.L1::no_allocate.L2::cache_hint.v{n}.b32"
+        " {" + out + "}, [{$r0}], " + policy_at + "; }",
+        [Uint32] * n,
         addr,
         *words,
         worst,
         Uint64(KEEP),
-    )
+    )  # fmt: skip
 
 
 def ld_word(addr):
@@ -377,6 +381,10 @@ def lds_int(addr):
     return ptx_read("ld.shared.b32 {$w0}, [{$r0}];", [Int32], addr)
 
 
+def lds_ints(addr):
+    return ptx_read("ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Int32] * 4, addr)
+
+
 def lds_quad(addr):
     return ptx_read("ld.shared.v4.f32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Float32] * 4, addr)
 
@@ -407,6 +415,11 @@ def sts(addr, v):
 
 def sts_int(addr, v):
     ptx_do("st.shared.b32 [{$r0}], {$r1};", addr, v)
+
+
+def pair_sync(pair):
+    """The two warps of a query head. pair: warp-uniform."""
+    cute.arch.barrier(barrier_id=int(Barrier.PAIRS) + pair, number_of_threads=64)
 
 
 def consumer_sync(threads):

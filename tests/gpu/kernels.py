@@ -33,14 +33,26 @@ def matrices(name: str) -> Config:
 
 
 def scripted() -> dict[str, Config]:
-    """Kernels with the scripted service, by file name."""
-    return {f"matrices-{name}": matrices(name) for name in SHAPES}
+    """Kernels that are compared with torch, by file name."""
+    whole = {f"decode-{name}": small(name, prompt=False) for name in SHAPES}
+    return {f"matrices-{name}": matrices(name) for name in SHAPES} | whole
+
+
+def timed() -> dict[str, Config]:
+    """Whole models, whose steps are timed: time_decode.py."""
+    out = {}
+    for name in ("smollm2-135m", "llama-3.2-1b"):
+        out[f"timed-matrices-{name}"] = product(name, attention=False, prompt=False)
+        out[f"timed-{name}"] = product(name, prompt=False)
+        out[f"timed-{name}-phases"] = product(name, prompt=False, timing=True)
+    return out
 
 
 def probe_makers() -> dict:
-    from cute_kernels.gpu import probes
+    from cute_kernels.gpu import echo, probes
 
     makers = {f"turnstile-{n}": (lambda n=n: probes.make_turnstile(n)) for n in TURNSTILES}
+    makers["echo"] = lambda: echo.make_echo(132)
     makers["barrier"] = lambda: probes.make_barrier(132)
     makers["ring"] = lambda: probes.make_ring_race(132, dependent=True)
     makers["ring-independent"] = lambda: probes.make_ring_race(132, dependent=False)
@@ -56,7 +68,7 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
         name: partial(build.build, name, make, "sm_90a", cache)
         for name, make in probe_makers().items()
     }
-    for name, c in scripted().items():
+    for name, c in (scripted() | timed()).items():
         makers[name] = partial(build.build_kernel, c, "script", cache)
     for name in names or makers:
         start = time.perf_counter()
