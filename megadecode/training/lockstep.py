@@ -8,7 +8,7 @@ others' are fed their own tokens until it ends; rows that are done write on, and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,23 @@ LOOK_EVERY = 32
 MIN_P = 0.02
 """Sampled tokens are at least this likely beside the likeliest: a small model's tail is noise."""
 
+Chooser = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class Lockstep:
-    """`rows` sequences of up to `capacity` tokens that end at `stop_id`."""
+    """`rows` sequences of up to `capacity` tokens that end at `stop_id`.
+
+    choose: logits [rows, vocab], temperature [rows, 1] and the new token's position [1] to ids
+    [rows], all on the device.
+    """
 
     def __init__(
-        self, target: TorchTarget, rows: int, capacity: int, stop_id: int, fused: bool = False
+        self,
+        target: TorchTarget,
+        rows: int,
+        capacity: int,
+        stop_id: int,
+        choose: Chooser | None = None,
     ) -> None:
         self.target, self.rows, self.stop_id = target, rows, stop_id
         self.capacity = -(-capacity // STRETCH) * STRETCH
@@ -39,7 +50,8 @@ class Lockstep:
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self._places = torch.arange(self.capacity, device=device)
         target.angles(self.at[None], self.capacity)  # the tables exist before anything is captured
-        self._choose = torch.compile(choose) if fused else choose
+        fast = torch.compile(gumbel_choose) if target.fused else gumbel_choose
+        self._choose: Chooser = choose or fast
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def write(
@@ -47,8 +59,8 @@ class Lockstep:
     ) -> list[list[int]]:
         """What follows each prompt, in order: up to `new_tokens`, a stop token included.
 
-        temperature: one for each prompt; 0 is greedy. Prompts of similar length cost least. Torch's
-        global generator of the device is the source of chance. ValueError if they do not fit.
+        temperature: one for each prompt; 0 is greedy. Prompts of similar length cost least. Chance
+        comes of the device's default generator. ValueError if they do not fit.
         """
         longest = max(map(len, prompts))
         end = longest + new_tokens
@@ -130,8 +142,8 @@ class Lockstep:
             )
             x = target.after_attention(layer, x, attended.reshape(q.shape))
         hidden = F.rms_norm(x[:, 0], (c.hidden,), target.final_norm, c.rms_eps)
-        chosen = self._choose(target.logits(hidden), self.temperature)
         after = self.at + 1
+        chosen = self._choose(target.logits(hidden), self.temperature, after)
         given = self.tokens.index_select(1, after)[:, 0]
         self.tokens.index_copy_(1, after, torch.where(after < self.lengths, given, chosen)[:, None])
         self.at += 1
@@ -142,7 +154,9 @@ class Lockstep:
         return bool(stopped.any(1).all())
 
 
-def choose(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def gumbel_choose(
+    logits: torch.Tensor, temperature: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
     """[rows] token ids of logits [rows, vocab]: greedy where temperature [rows, 1] is 0, elsewhere
     a sample of the tokens that are likely enough (Gumbel-max)."""
     sampled = temperature > 0

@@ -97,7 +97,8 @@ class TorchTarget:
         dtype: torch.dtype | None = None,
         fused: bool = False,
     ) -> None:
-        self.weights, self.config, self.device = weights, weights.config, torch.device(device)
+        self.weights, self.config, self.fused = weights, weights.config, fused
+        self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
         c = self.config

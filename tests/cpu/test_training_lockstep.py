@@ -8,7 +8,7 @@ import torch
 from tiny_drafter import TARGET, target
 
 from megadecode.reference import Reference
-from megadecode.training.lockstep import STRETCH, Lockstep, choose
+from megadecode.training.lockstep import STRETCH, Lockstep, gumbel_choose
 from megadecode.training.target import TorchTarget
 
 STOP = 7
@@ -31,7 +31,7 @@ def test_samples_follow_the_models_distribution_without_its_tail() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -9.0]]).expand(40_000, 4)
     temperature = torch.full((40_000, 1), 2.0)
     temperature[::2] = 0
-    chosen = choose(logits, temperature)
+    chosen = gumbel_choose(logits, temperature, torch.tensor([3]))
     assert (chosen[::2] == 0).all()
     counts = torch.bincount(chosen[1::2], minlength=4) / 20_000
     want = torch.tensor([1.0, 0.5, 0.0]).exp()
