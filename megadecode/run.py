@@ -7,7 +7,8 @@ import threading
 from typing import Any
 
 from host.errors import DeviceError
-from megadecode.engine import Engine, Prompt
+from megadecode.engine import Engine
+from megadecode.prompt import Prompt
 from megadecode.request import Generation
 from megadecode.sampling import SamplingParams
 

@@ -12,9 +12,7 @@ import numpy as np
 
 from host.wire import MAX_ALTERNATIVES, MAX_BIAS, MAX_STOP_IDS, PARAMS
 from megadecode.errors import ParameterError
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1000
+from megadecode.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

@@ -1,10 +1,10 @@
 """MMA operands in registers, and words of activations in memory in the same order."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
+from cute_kernels.gpu.config import CHUNK_BYTES
 from cute_kernels.gpu.sync import ptx_read
 
 
@@ -39,16 +39,21 @@ def constant(v):  # mma takes no immediates
     return ptx_read(f"mov.b32 {{$w0}}, {v};", [Uint32])
 
 
+def bf16_product(a, b):
+    """Pairs of bf16, each product rounded once."""
+    return ptx_read("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], a, b)
+
+
+def word_at(row, col, chunk_bytes=CHUNK_BYTES):
+    """Byte offset of columns col, col + 1 (col even) of a row in a buffer of activations; see
+    pack.py. chunk_bytes: 512 a block of 8 rows."""
+    lane = (row & 7) * 4 + ((col >> 2) & 3)
+    word = ((col >> 4) & 1) * 2 + ((col >> 1) & 1)
+    return (col >> 5) * chunk_bytes + (row >> 3) * 512 + lane * 16 + word * 4
+
+
 @cute.jit
-def put_word(k: cutlass.Constexpr, ok, base: Int64, row: Int32, col: Int32, value: Uint32):
-    """Columns col, col + 1 of a row as one word of an activation buffer, in A fragment order."""
-    c = k.c
-    slot = ((row & 7) * 4 + ((col >> 2) & 3)) * 4
-    if cutlass.const_expr(c.half):
-        slot = slot + ((col >> 4) & 1) * 2 + ((col >> 1) & 1)
-        ok = ok & (row < 8)
-    else:
-        slot = slot + ((col >> 4) & 1) * (128 * c.m_tiles) + (row >> 4) * 128
-        slot = slot + ((col >> 1) & 1) * 2 + ((row >> 3) & 1)
+def put_word(ok, base: Int64, row: Int32, col: Int32, value: Uint32):
+    """Publish columns col, col + 1 of a row of a decode buffer."""
     if ok:
-        sync.st_word(base + Int64((col >> 5) * c.chunk_bytes + slot * 4), value)
+        sync.st_word(base + Int64(word_at(row, col)), value)

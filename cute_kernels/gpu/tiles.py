@@ -4,41 +4,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cute_kernels.gpu.config import CHUNK, LAYER_KINDS, Config
+from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, LAYER_KINDS, ROWS, TILE, Config
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Byte offsets of one copy of the activation buffers in `act`: q, y, h, x (bf16, A fragment
-    order), the partial sums of `down` (fp32 [tiles, team, row tiles, 128] as pairs), and with
-    attention: kv ([kv heads, K and V, 16 rows, 128 bytes]), a (its output, as q) and part
-    ([kv heads, 16 rows, splits, part_bytes])."""
+    """Byte offsets of one copy of the activation buffers in `act`.
+
+    q (all columns of qkv, before rotation), y, h, x, a (the attention's output): bf16 in the order
+    of pack.py, 2 blocks of rows. parts: partial sums of `down`, fp32 [tiles, team, 64 pairs].
+    part: the attention's, [kv heads, 16 rows, splits, part_bytes]. Whoever clears a copy needs the
+    row of a byte: see kernel.run_janitor.
+    """
 
     q: int
     y: int
     h: int
     x: int
-    parts: int
-    kv: int
     a: int
+    parts: int
     part: int
     bytes: int
 
     @classmethod
     def of(cls, c: Config) -> "Buffers":
         s = c.shape
-        at, sizes = [0], (s.qkv, s.hidden, s.ffn, s.hidden)
-        for cols in sizes:
-            at.append(at[-1] + -(-cols // CHUNK) * c.chunk_bytes)
-        parts = c.gemm("down").tiles * c.team * c.m_tiles * 512 if c.exchange == "global" else 0
-        at.append(at[-1] + parts)
-        more = (0, 0, 0)
-        if c.attention:
-            a = s.heads * s.head_dim // CHUNK * c.chunk_bytes
-            part = s.kv_heads * 16 * c.splits * c.part_bytes
-            more = (s.kv_heads * 16 * 256, a, part)
-        for n_bytes in more:
-            at.append(at[-1] + n_bytes)
+        at = [0]
+        for cols in (s.qkv, s.hidden, s.ffn, s.hidden, s.attended):
+            at.append(at[-1] + -(-cols // CHUNK) * CHUNK_BYTES)
+        at.append(at[-1] + c.gemm("down").tiles * c.team * ROWS * TILE * 4 * (c.team > 1))
+        part = s.kv_heads * ROWS * c.splits * c.part_bytes if c.attention else 0
+        at.append(at[-1] + part)
         return cls(*at)
 
 
@@ -46,15 +42,15 @@ class Buffers:
 def tile_stride(c: Config, name: str) -> int:
     """Distance of a CTA's consecutive tiles: `o` follows the ownership of `down`, so that the
     residual of a column never leaves its CTA."""
-    return c.team if name == "o" and c.split == 1 else 1
+    return c.team if name == "o" else 1
 
 
 def make_plan(c: Config, layers: int) -> np.ndarray:
     """plan[cta, phase] = (first tile, tiles, copies, bytes a copy), int32.
 
-    Phases are 4 per layer and the head. Tiles of a split matrix belong to a team; CTA r of a
-    team finishes tiles r, r + team, ... of its `down`, and `o` follows. Elsewhere tiles are
-    consecutive, and a remainder goes to those with the shortest streams so far.
+    Phases are 4 per layer and the head. Tiles of `down` belong to a team; CTA r of a team finishes
+    tiles r, r + team, ... of them, and `o` follows. Elsewhere tiles are consecutive, and a
+    remainder goes to those with the shortest streams so far.
     """
     plan = np.zeros((c.ctas, 4 * layers + 1, 4), np.int32)
     load = np.zeros(c.ctas)
@@ -68,16 +64,13 @@ def make_plan(c: Config, layers: int) -> np.ndarray:
             if g.split == 1:
                 first, n = first + rank, (n - rank + c.team - 1) // c.team
         else:
-            width = g.split
-            units = load.reshape(-1, width)[:, 0]
-            n = np.full(len(units), g.tiles // len(units))
-            n[np.argsort(units, kind="stable")[: g.tiles % len(units)]] += 1
-            first = np.repeat(np.cumsum(n) - n, width)
-            n = np.repeat(n, width)
+            n = np.full(c.ctas, g.tiles // c.ctas)
+            n[np.argsort(load, kind="stable")[: g.tiles % c.ctas]] += 1
+            first = np.cumsum(n) - n
         plan[:, p, 0], plan[:, p, 1] = first, n
-        plan[:, p, 2] = n * g.passes * g.copies_per_unit
+        plan[:, p, 2] = n * g.copies_per_unit
         plan[:, p, 3] = g.copy_bytes
-        load += n * g.passes * g.unit_bytes
+        load += n * g.unit_bytes
     return plan
 
 

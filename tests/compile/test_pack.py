@@ -1,20 +1,21 @@
 """Layouts and tile assignment, by numpy alone."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from cute_kernels.gpu import pack
-from cute_kernels.gpu.config import KINDS
+from cute_kernels.gpu.config import KINDS, LLAMA_1B, SHAPES, product
 from cute_kernels.gpu.tiles import Buffers, make_plan, step_bytes, tile_stride
-from experiments.handoffs.variants import VARIANTS
 
-CONFIGS = {n: VARIANTS[n] for n in ("llama", "llama-c2", "llama-c4", "smol-132", "rows64-pairs")}
+NAMES = ["llama-3.2-1b", "smollm2-135m", "odd-960", "odd-768"]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_every_granule_is_streamed_once(name, layers):
-    c = CONFIGS[name]
+    c = product(name)
     index, offsets = pack.stream_index(c, layers)
     assert np.array_equal(np.sort(index), np.arange(len(index)))
     assert len(index) * pack.granule(c) == step_bytes(c, layers)
@@ -23,9 +24,9 @@ def test_every_granule_is_streamed_once(name, layers):
     assert np.array_equal(ends.ravel()[:-1], offsets.ravel()[1:])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_tile_has_one_owner(name):
-    c = CONFIGS[name]
+    c = product(name)
     plan = make_plan(c, 2)
     for p in range(plan.shape[1]):
         kind = KINDS[p % 4] if p < 8 else "lm"
@@ -39,10 +40,10 @@ def test_every_tile_has_one_owner(name):
         assert sorted(owned) == list(range(g.tiles)), kind
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_residual_stays_with_its_cta(name):
     """A CTA finishes the same tiles in `o` and in `down`, in the same order."""
-    c = CONFIGS[name]
+    c = product(name)
     plan = make_plan(c, 1)
     for cta in range(c.ctas):
         owned = []
@@ -59,57 +60,68 @@ def test_residual_stays_with_its_cta(name):
 def fragment_product(c, name, x, w):
     """x @ w.T from the packed forms alone, the way lanes walk them."""
     g = c.gemm(name)
-    units = pack.pack_matrix(w, c, name)
-    chunks = g.slab // 32 // c.k_warps
-    u = units.reshape(g.tiles, g.split, g.passes, chunks, c.k_warps, 8, 4, 2, 4)
-    a = pack.to_fragments(x, c).reshape(-1, 2, c.m_tiles, 8, 4, 2, 2, 2)
-    # chunk, step, m, g, t, pair, half, element -> chunk, step, t, (pair, element), row
-    rows = a.transpose(0, 1, 4, 5, 7, 2, 6, 3).reshape(-1, 2, 4, 4, c.tile_rows)
-    rows = rows.reshape(g.split, g.passes, c.k_warps, chunks, 2, 4, 4, c.tile_rows)
-    return np.einsum("nqpcwgtse,qpwcster->rng", u, rows).reshape(c.tile_rows, g.cols)
+    chunks = g.slab // 32 // c.warps
+    u = pack.pack_matrix(w, c, name).reshape(g.tiles, g.split, chunks, c.warps, 8, 4, 2, 4)
+    a = pack.to_fragments(x).reshape(g.split, c.warps, chunks, 2, 8, 4, 2, 4)
+    # tile n, split q, chunk c, warp w, column g, t, step s, element e; block b, row r
+    return np.einsum("nqcwgtse,qwcbrtse->brng", u, a).reshape(16, g.cols)
 
 
-@pytest.mark.parametrize("name", ["llama", "smol-132", "rows64-pairs"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["o", "down"])
 def test_packed_operands_meet(name, kind):
-    c, rng = CONFIGS[name], np.random.default_rng(0)
+    c, rng = product(name), np.random.default_rng(0)
     g = c.gemm(kind)
-    x = rng.integers(-4, 5, (c.tile_rows, g.k)).astype(np.int64)
+    x = rng.integers(-4, 5, (16, g.k)).astype(np.int64)
     w = rng.integers(-4, 5, (g.cols, g.k)).astype(np.int64)
     assert np.array_equal(fragment_product(c, kind, x, w), x @ w.T)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-rows8", "rows64-pairs"])
-def test_fragments_round_trip(name):
-    c = VARIANTS[name]
-    x = np.arange(c.tile_rows * 64).reshape(c.tile_rows, 64)
-    assert np.array_equal(pack.from_fragments(pack.to_fragments(x, c), c), x[: c.rows])
+@pytest.mark.parametrize("blocks", [2, 32])
+def test_fragments_round_trip(blocks):
+    x = np.arange(8 * blocks * 64).reshape(8 * blocks, 64)
+    assert np.array_equal(pack.from_fragments(pack.to_fragments(x, blocks), blocks), x)
 
 
-def test_swizzle_is_its_own_inverse_and_spreads_banks():
-    x = np.arange(64 * 64).reshape(64, 64)
-    y = pack.swizzle_rows(x)
-    assert np.array_equal(pack.swizzle_rows(y), x)
-    for piece in range(8):  # eight rows' piece i lie in eight different places
-        where = {int(np.flatnonzero(y[r] == x[r, piece * 8])[0]) // 8 for r in range(8)}
-        assert len(where) == 8
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "odd-960", "odd-768"])
+def test_packed_head_holds_embeddings(name):
+    """A token's vectors, found as the kernel finds them, are its row in activation order."""
+    shape = dataclasses.replace(SHAPES[name], layers=1, vocab=2051)
+    c = product(shape)
+    w = np.random.default_rng(1).integers(0, 1 << 15, (2051, shape.hidden)).astype(np.int16)
+    packed = pack.pack_matrix(w, c, "lm").reshape(-1)
+    if shape.tied:
+        index, _ = pack.stream_index(c, 1)
+        head, size = c.gemm("lm"), pack.granule(c) // 2
+        body = (len(index) * size) - head.tiles * head.unit_bytes // 2
+        packed = np.concatenate([np.zeros(body, np.int16), packed]).reshape(-1, size)[index]
+        packed = packed.reshape(-1)
+    table = pack.embed_table(c, 1 if shape.tied else None)
+    chunks = shape.hidden // 32 // c.warps
+    for token in (0, 7, 8, 1000, 2050):
+        got = np.empty((c.warps, chunks, 4, 8), np.int16)
+        for warp, i, t in np.ndindex(got.shape[:3]):
+            at = table[token >> 3] + (i * c.warps + warp) * 512 + ((token & 7) * 4 + t) * 16
+            got[warp, i, t] = packed[at // 2 : at // 2 + 8]
+        x = np.zeros((16, shape.hidden), np.int16)
+        x[3] = w[token]
+        row = pack.to_fragments(x).reshape(-1, 2, 8, 4, 8)[:, 0, 3]
+        assert np.array_equal(got.reshape(row.shape), row)
+        assert np.array_equal(pack.norm_row(w[token]), row.ravel())
 
 
-def test_key_order_is_a_permutation_with_pairs_together():
-    order = pack.key_order()
-    assert sorted(order) == list(range(64))
-    assert all(order[i + 1] == order[i] + 32 for i in range(0, 64, 2))
-
-
-def test_row_table_follows_paths():
-    table = pack.row_table([-1, 0, 0, 2], committed=100)
-    assert table[:4, 0].tolist() == [100, 101, 101, 102]
-    assert table[3, 2] == 0 | 2 << 4 | 3 << 8
-    assert [pack.tail_start(p) for p in (0, 15, 78, 79, 1039)] == [0, 0, 0, 64, 1024]
-
-
-def test_buffers_do_not_overlap():
-    b = Buffers.of(VARIANTS["llama-1k"])
-    at = [b.q, b.y, b.h, b.x, b.parts, b.kv, b.a, b.part, b.bytes]
-    assert at == sorted(set(at))
+@pytest.mark.parametrize("name", NAMES)
+def test_buffers_do_not_overlap(name):
+    b = Buffers.of(product(name))
+    at = list(dataclasses.asdict(b).values())
+    assert at == sorted(at)
     assert all(v % 16 == 0 for v in at)
+
+
+def test_presets_are_the_models():
+    assert (LLAMA_1B.qkv, SHAPES["smollm2-135m"].qkv, SHAPES["qwen3-8b"].qkv) == (3072, 960, 6144)
+    # weights a step reads, in GB: the models' sizes less an untied embedding
+    gb = {n: step_bytes(product(n)) / 1e9 for n in SHAPES}
+    assert 2.46 < gb["llama-3.2-1b"] < 2.48
+    assert 14.9 < gb["llama-3.1-8b"] < 15.1
+    assert 15.0 < gb["qwen3-8b"] < 15.2

@@ -39,7 +39,7 @@ def check_all_returned(engine):
     assert stats.free_slots == engine.slots
     assert stats.inflight == stats.pending == 0
     assert engine._link.free_blocks == len(engine._parts.wire.params)
-    assert len(engine._link._handles) == engine._link._max_inflight
+    assert len(engine._link._inflight.handles) == engine._link._inflight.most
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 63, 64, 65, 127, 128, 200, 300])

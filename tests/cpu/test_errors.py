@@ -187,12 +187,17 @@ def test_stop_ids_against_the_model(engine):
         ({"budget": "all"}, ParameterError, "budget is 'all'; it must be an integer"),
         ({"shape": "bush"}, ParameterError, "shape is 'bush'; choose tree or chain"),
         ({"decode_rows": 0}, ParameterError, "decode_rows is 0; it must be between 1 and 256"),
-        ({"deadline_s": 0}, ParameterError, "deadline_s is 0; it must be above 0"),
+        (
+            {"deadline_s": 0},
+            ParameterError,
+            "deadline_s is 0; it must be a number of seconds above 0",
+        ),
         (
             {"bogus": 1},
             ParameterError,
-            "unknown engine option 'bogus'; besides the named ones: decode_rows, max_inflight, "
-            "completion_entries, request_entries, pool_bytes, first_sequence, deadline_s, script",
+            "unknown engine option 'bogus'; besides the named ones: workers, decode_rows, "
+            "max_inflight, completion_entries, request_entries, pool_bytes, first_sequence, "
+            "deadline_s",
         ),
         (
             {"park_after_s": float("nan")},
@@ -206,7 +211,7 @@ def test_stop_ids_against_the_model(engine):
         ),
         (
             {"completion_entries": 16},
-            ValueError,
+            ParameterError,
             "completion_entries is 16; 4 slots need at least 58: two steps' worst case. Use a "
             "larger ring or fewer slots",
         ),

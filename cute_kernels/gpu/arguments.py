@@ -1,0 +1,44 @@
+"""The argument table of the persistent kernel: one device array of int64, read at the roles' start.
+
+An address is a byte address in device memory unless it says host. Fields that a build does not use
+(a service that has no script, a model without q/k norms) are 0. Free of cutlass, so that host,
+device and tests share it.
+"""
+
+from enum import IntEnum
+
+
+class Arg(IntEnum):
+    """Places in the table."""
+
+    # -- the model
+    LAYERS = 0  # layers that run, a number: the shape's, fewer in tests
+    STREAM = 1  # packed weights of all CTAs, pack.stream_index
+    OFFSETS = 2  # int64 [ctas, phases]: where a CTA's units of a phase begin in STREAM
+    PLAN = 3  # int32 [ctas, phases, 4]: tiles.make_plan
+    EMBED_BASE = 4  # a token's row is found from EMBED_BASE + EMBED_TABLE[token >> 3]: embed.py
+    EMBED_TABLE = 5  # int64 [tiles of the vocabulary]
+    FINAL_NORM = 6  # bf16 [hidden], in pack.norm_row order
+    QK_NORM = 7  # fp32 [layers, 2 (q, k), head_dim], dimensions in plain order
+    ROPE = 8  # fp32 [positions, head_dim / 2, 2 (cos, sin)]
+    # -- decode
+    ACT = 16  # COPIES x tiles.Buffers.bytes, all EMPTY at the first launch
+    LOGITS = 17  # fp32 [16, Config.logit_stride]
+    BOARD = 18  # int32 [board.WORDS]: zeros, RESULT all EMPTY, at the first launch
+    KV_POOL = 19  # [pages, layers, kv heads] blocks of Config.kv_block_bytes
+    PAGE_TABLE = 20  # int32 [pages]: the page of positions 64 i .. 64 i + 63
+    TIMES = 21  # int64 [ctas, phases, 4] ns, with Config.timing
+    # -- prompt
+    TOKENS = 32  # int32 [positions]: the prompt's tokens by absolute position
+    PROMPT_ACT = 33  # prompt.py's activation buffers
+    # -- service
+    WIRE = 48  # host: the mapped wire
+    SERVICE = 49  # the service's own state, kept across launches
+    SCRIPT = 50  # int32 [steps, board.Desc words]: scripted.py
+    SCRIPT_STEPS = 51  # a number
+    SCRIPT_OUT = 52  # [steps, 16] records: scripted.Record
+    # -- free for whoever adds a part
+    SPARE = 60
+
+
+COUNT = 64

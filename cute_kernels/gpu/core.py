@@ -1,0 +1,130 @@
+"""What every device helper of the persistent kernel needs, and the contract between its parts."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.gpu import sync
+from cute_kernels.gpu.arguments import Arg
+from cute_kernels.gpu.board import Board, Desc
+from cute_kernels.gpu.config import Config
+from cute_kernels.gpu.ring import Ring, init_ring
+from cute_kernels.gpu.sync import ptx_read
+
+
+class Core:
+    """Trace-time bundle passed as `k: cutlass.Constexpr`. Never mutated on the device.
+
+    The configuration
+        c: config.Config. c.shape the model, c.warps consumer warps, c.ctas the grid.
+    This thread
+        bid, tid, wid (warp, uniform), lane: of CTA, block, warp.
+        Warps 0 .. c.warps - 1 are consumers; then come the producer, the janitor and, awake in CTA
+        0 only, the service warp (wid == c.warps + 2).
+        Of a consumer's partial sums: j = tid >> 6 (tile of a group), row (0 .. 15) and t (0 .. 3):
+        the thread adds columns 2 t, 2 t + 1 of that row; pair = byte offset of these two fp32 in a
+        tile's 512 bytes. rank: the CTA's place in its team of `down`.
+    Device memory
+        args: Int64 address of the table arguments.Arg; `arg(k, Arg.X)` reads an entry (once a
+        role, not in loops). layers: Int32, layers that run. board: Int64 address of board.Board.
+        plan, offsets: this CTA's rows of tiles.make_plan and of the stream's offsets.
+        act, kv_pool, pages: as in the table.
+    Shared memory (Int32 addresses)
+        ring: ring.Ring. Stages are taken in order by all consumer warps; state is (stage, parity),
+        passed in and returned. Every stage that is issued must be released once by every consumer
+        warp (`sync.release_after` by one elected lane).
+        desc: the descriptor of the step, board.Desc words, valid from the gate to the step's end.
+        red: scratch of a phase, c.red_buffers x c.group x c.warps x 512 bytes; squares: scratch,
+        c.red_buffers x c.warps x 64 bytes. Both are free between phases only behind a
+        `consumer_sync` (with c.red_buffers == 2 the last group's sums may still be read when
+        another warp leaves a phase).
+        attention: start of the attention's part, c.smem_plan()["attention"] bytes, 1,024-aligned.
+        residual: fp32 [own tile][64 pairs], the CTA's own columns; own: its part of `down`.
+        results: the head's, [group][16 rows][4 words].
+        told, gathered, cleared: mbarriers of the step loop; command: the janitor's; see kernel.py.
+    Values
+        zero: a run-time zero for `release_after`.
+
+    The step, as seen by a part (all values Int32 unless said):
+        rows = desc_word(k, Desc.ROWS): 1 .. 16 in a DECODE step; rows >= it are neither published
+        nor polled nor read. cur: Int64, the copy of tiles.Buffers that the layer uses.
+        attention.run_attention(k, rows, layer, cur, stage, parity) -> (stage, parity): consumer
+        warps, between qkv and o of a layer: words of cur + Buffers.q (raw qkv columns, bf16) in,
+        words of cur + Buffers.a out.
+        attention.begin_step(k, rows): consumer warps, once a DECODE step behind the gate.
+        attention.produce_kv(k, step, layer, stage, parity, issued, landed, landed_parity) -> those
+        five: the producer warp, behind qkv's weights of the layer. step: what
+        attention.begin_produce(k) returned, once a step.
+        prompt.run_prompt(k, stage, parity) -> (stage, parity): consumer warps, a whole PROMPT step
+        up to but without adding 1 to DONE; prompt.produce_prompt(k, at, stage, parity, issued,
+        landed, landed_parity) -> (stage, parity, issued, landed, landed_parity): the producer, from
+        stream address `at` behind the `prefetched(k)` copies of phase 0 that it already issued.
+        service.run_service(k): the whole life of the service warp.
+    """
+
+
+def arg(k, name: Arg):
+    """An entry of the argument table."""
+    return ptx_read("ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], k.args + 8 * int(name))
+
+
+def desc_word(k, field: Desc):
+    """A word of the step's descriptor, from shared memory."""
+    return sync.lds_int(k.desc + 4 * int(field))
+
+
+@cute.jit
+def note_phase(k: cutlass.Constexpr, value: Int32):
+    """Consumers: where this CTA is, for whoever looks at a hang. 1 + the phase, 0 between steps."""
+    if k.tid == 0:
+        at = k.board + Int64((k.bid + int(Board.PHASE)) * 4)
+        sync.st_word(at, Uint32(value))
+
+
+# -- set-up ------------------------------------------------------------------------------------
+def carve(c: Config, base, k: Core):
+    """Shared addresses of every part of the plan, in its order."""
+    at, where = 0, {}
+    for name, n_bytes in c.smem_plan().items():
+        where[name] = base + at
+        at += n_bytes
+    k.red, k.squares = where["partial sums"], where["row squares"]
+    k.residual, k.results = where["residual"], where["results"]
+    k.own, k.attention = where.get("own parts", base), where.get("attention", base)
+    k.ring = Ring(where["ring"], where["barriers"], c.stages, c.stage_bytes, c.inflight, c.hungry)
+    k.told = where["barriers"] + 16 * c.stages
+    k.gathered, k.cleared = k.told + 8, k.told + 16
+    if not c.phase:
+        k.desc = where["descriptor"]
+        k.command = k.desc + 4 * 95
+
+
+def places(c: Config, k: Core, tid, bid):
+    k.c, k.tid, k.bid, k.lane = c, tid, bid, tid & 31
+    k.wid = cute.arch.make_warp_uniform(tid >> 5)
+    k.j, k.t, k.pair = tid >> 6, (tid >> 1) & 3, (tid & 63) * 8
+    k.row = ((tid & 63) >> 3) + 8 * (tid & 1)
+    k.rank = bid & (c.team - 1)
+
+
+def memory(c: Config, k: Core, args):
+    """Device addresses that most roles need."""
+    k.args = args
+    k.layers = Int32(arg(k, Arg.LAYERS))
+    k.zero = Uint32(k.layers >> 30)
+    phases = k.layers * 4 + 1
+    k.plan = arg(k, Arg.PLAN) + Int64(k.bid * phases) * 16
+    k.offsets = arg(k, Arg.OFFSETS) + Int64(k.bid * phases) * 8
+    k.board, k.act = arg(k, Arg.BOARD), arg(k, Arg.ACT)
+    k.kv_pool, k.pages = arg(k, Arg.KV_POOL), arg(k, Arg.PAGE_TABLE)
+
+
+@cute.jit
+def init_barriers(k: cutlass.Constexpr):
+    if k.tid == 0:
+        init_ring(k.ring, k.c.warps)
+        sync.init_barrier(k.told, 1)
+        sync.init_barrier(k.gathered, k.c.warps)
+        sync.init_barrier(k.cleared, 1)
+        sync.fence_barrier_init()
+    cute.arch.sync_threads()
