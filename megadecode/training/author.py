@@ -93,7 +93,7 @@ class Author:
             kind = min(left, key=lambda k: (done[k] / kinds[k][0], k != "answers"))
             kind = kind if self.pool[False] else "answers"
             count, context = kinds[kind]
-            most = min(count - done[kind], self._rows(context))
+            most = min(count - done[kind], self.rows_of(context))
             if kind == "answers":
                 prompts = self._fresh(most, plan.mix)
             elif kind == "rewrites":
@@ -270,7 +270,8 @@ class Author:
         text = text.strip()
         return self.tokenizer.encode(text, specials=False) if text and "�" not in text else None
 
-    def _rows(self, capacity: int) -> int:
+    def rows_of(self, capacity: int) -> int:
+        """Sequences of that capacity in one batch, by memory."""
         per_row = self.target.config.kv_bytes_per_token * self.target.dtype.itemsize // 4 * capacity
         room = KV_BYTES.get(self.target.device.type, KV_BYTES["cpu"])
         return max(1, min(self.most_rows, room // per_row))
@@ -284,6 +285,6 @@ class Author:
             )
         if context not in self._locksteps:
             self._locksteps[context] = Lockstep(
-                self.target, self._rows(context), context, self.frame.stop_id
+                self.target, self.rows_of(context), context, self.frame.stop_id
             )
         return self._locksteps[context]

@@ -49,7 +49,8 @@ class Lockstep:
         self.temperature = torch.zeros(rows, 1, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self._places = torch.arange(self.capacity, device=device)
-        target.angles(self.at[None], self.capacity)  # the tables exist before anything is captured
+        target.angles(self.at, self.capacity + 1)
+        self._tables = target.tables  # captured steps read them: they must outlive a longer pair
         fast = torch.compile(gumbel_choose) if target.fused else gumbel_choose
         self._choose: Chooser = choose or fast
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -126,22 +127,22 @@ class Lockstep:
     def _step(self, keys: int) -> None:
         """Read the tokens at `at`, write those at `at + 1` and go on; all on the device."""
         target, c = self.target, self.target.config
-        x = F.embedding(self.tokens.index_select(1, self.at), target.embed)
-        cos, sin = target.angles(self.at[None], self.capacity)
+        x = F.embedding(self.tokens.index_select(1, self.at)[:, 0], target.embed)
+        cos, sin = (table[self.at][:, None] for table in self._tables)
         # A group of query heads stands as rows before its one key head.
         seen = (self._places[:keys] <= self.at)[None, None, None]
         for number, layer in enumerate(target.layers):
             q, k, v = target.heads_of(layer, x, cos, sin)
-            self.cache.keys[number].index_copy_(2, self.at, k)
-            self.cache.values[number].index_copy_(2, self.at, v)
+            self.cache.keys[number].index_copy_(2, self.at, k[:, :, None])
+            self.cache.values[number].index_copy_(2, self.at, v[:, :, None])
             attended = F.scaled_dot_product_attention(
                 q.reshape(self.rows, c.kv_heads, c.group, c.head_dim),
                 self.cache.keys[number, :, :, :keys],
                 self.cache.values[number, :, :, :keys],
                 attn_mask=seen,
             )
-            x = target.after_attention(layer, x, attended.reshape(q.shape))
-        hidden = F.rms_norm(x[:, 0], (c.hidden,), target.final_norm, c.rms_eps)
+            x = target.after_attention(layer, x, attended.reshape(self.rows, -1))
+        hidden = F.rms_norm(x, (c.hidden,), target.final_norm, c.rms_eps)
         after = self.at + 1
         chosen = self._choose(target.logits(hidden), self.temperature, after)
         given = self.tokens.index_select(1, after)[:, 0]

@@ -58,12 +58,13 @@ def heads_of(
     kv_heads: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k (rotated) and v [sequences, heads, rows, head_dim] of x [sequences, rows, hidden].
+    """q, k (rotated) and v [rows, heads, head_dim] of x [rows, hidden].
 
-    cos, sin: [sequences or 1, 1, rows, head_dim / 2].
+    cos, sin: [rows, 1, head_dim / 2]. Rows of all sequences are one axis here, so that a compiled
+    form serves every division of so many tokens into sequences.
     """
     joint = F.linear(F.rms_norm(x, norm.shape, norm, eps), qkv)
-    joint = joint.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)
+    joint = joint.unflatten(-1, (heads + 2 * kv_heads, -1))
     turned = rotate(joint[:, : heads + kv_heads], cos, sin)
     return turned[:, :heads], turned[:, heads:], joint[:, heads + kv_heads :]
 
@@ -77,8 +78,8 @@ def after_attention(
     down: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """The residual stream behind the layer; attended: [sequences, heads, rows, head_dim]."""
-    x = x + F.linear(attended.transpose(1, 2).flatten(2), o)
+    """The residual stream [rows, hidden] behind the layer; attended: [rows, heads * head_dim]."""
+    x = x + F.linear(attended, o)
     gate, up = F.linear(F.rms_norm(x, norm.shape, norm, eps), gate_up).chunk(2, -1)
     return x + F.linear(F.silu(gate) * up, down)
 
@@ -106,9 +107,9 @@ class TorchTarget:
         self.head = self.embed if c.tied_embeddings else self.take("head")
         self.final_norm = self.take("final_norm")
         self.layers = [Layer(self, number) for number in range(c.layers)]
-        self._cos = self._sin = torch.empty(0)
-        self._heads_of = torch.compile(heads_of, dynamic=True) if fused else heads_of
-        self._after = torch.compile(after_attention, dynamic=True) if fused else after_attention
+        self.tables = self._tables(c.context_tokens)
+        self._heads_of = torch.compile(heads_of) if fused else heads_of
+        self._after = torch.compile(after_attention) if fused else after_attention
 
     def take(self, name: str) -> torch.Tensor:
         """A tensor by canonical name, on the device, in `dtype`."""
@@ -145,30 +146,36 @@ class TorchTarget:
             )
         if positions is None:
             positions = torch.arange(past, past + rows, device=self.device)
-        cos, sin = self.angles(positions.view(-1, rows), past + rows)
+        cos, sin = self.angles(positions.view(-1, rows).expand(sequences, -1), past + rows)
         causal = mask is None and past == 0
         if mask is None and past and rows > 1:
             ones = torch.ones(rows, past + rows, dtype=torch.bool, device=self.device)
             mask = ones.tril(past)[None]
         seen = None if mask is None else mask[:, None]
         found: dict[int, torch.Tensor] = {}
-        x = F.embedding(tokens, self.embed)
+        x = F.embedding(tokens.flatten(), self.embed)
         for number, layer in enumerate(self.layers):
-            q, k, v = self.heads_of(layer, x, cos, sin)
+            q, k, v = (
+                part.unflatten(0, (sequences, rows)).transpose(1, 2)
+                for part in self.heads_of(layer, x, cos, sin)
+            )
             if cache is not None:
                 cache.keys[number, :, :, past : past + rows] = k
                 cache.values[number, :, :, past : past + rows] = v
                 k = cache.keys[number, :, :, : past + rows]
                 v = cache.values[number, :, :, : past + rows]
-            x = self.after_attention(layer, x, attend(q, k, v, seen, causal and rows > 1))
+            attended = attend(q, k, v, seen, causal and rows > 1)
+            x = self.after_attention(layer, x, attended.transpose(1, 2).reshape(len(x), -1))
             if number in taps:
                 found[number] = x
         if cache is not None:
             cache.rows = past + rows
         hidden = F.rms_norm(x, (self.config.hidden,), self.final_norm, self.config.rms_eps)
+        hidden = hidden.unflatten(0, (sequences, rows))
         if not taps:
             return hidden, x.new_empty(sequences, rows, 0, self.config.hidden)
-        return hidden, torch.stack([found[tap] for tap in taps], dim=2)
+        features = torch.stack([found[tap] for tap in taps], dim=1)
+        return hidden, features.unflatten(0, (sequences, rows))
 
     def heads_of(
         self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -192,15 +199,19 @@ class TorchTarget:
         return F.linear(hidden, self.head)
 
     def angles(self, positions: torch.Tensor, bound: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [sequences, 1, rows, head_dim / 2] of positions [sequences, rows], for
-        positions below `bound` (known on the host, so that nothing waits for the device)."""
-        if len(self._cos) < bound:
-            d = self.config.head_dim
-            inverse = 1.0 / self.config.rope_theta ** (torch.arange(0, d, 2).float() / d)
-            at = torch.arange(1 << (bound - 1).bit_length()).float()
-            angle = (at[:, None] * inverse).to(self.device)
-            self._cos, self._sin = angle.cos().to(self.dtype), angle.sin().to(self.dtype)
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+        """cos and sin [all rows, 1, head_dim / 2] of positions of any shape, which lie below
+        `bound` (known on the host, so that nothing waits for the device)."""
+        if len(self.tables[0]) < bound:
+            self.tables = self._tables(bound)
+        flat = positions.reshape(-1)
+        cos, sin = self.tables
+        return cos[flat][:, None], sin[flat][:, None]
+
+    def _tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        d = self.config.head_dim
+        inverse = 1.0 / self.config.rope_theta ** (torch.arange(0, d, 2).float() / d)
+        angle = (torch.arange(positions).float()[:, None] * inverse).to(self.device)
+        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
