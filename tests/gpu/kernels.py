@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from cute_kernels.gpu.config import SHAPES, Config, product
+from cute_kernels.gpu.prompt_plan import PARTS
 
 # enough layers to pass every buffer copy on; a smaller vocabulary keeps weights small
 LAYERS = {"llama-3.1-8b": 2, "qwen3-8b": 2}
@@ -41,7 +42,6 @@ def scripted() -> dict[str, Config]:
 
 def prompts() -> dict[str, tuple[Config, Callable]]:
     """The prompt segment ("all") and its parts, by file name."""
-    from cute_kernels.gpu.prompt import PARTS
     from cute_kernels.gpu.prompt_kernel import make_prompt
 
     return {
