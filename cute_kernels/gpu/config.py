@@ -163,6 +163,8 @@ class Config:
             gemms.append(Gemm(name, cols, k, split, copies))
         object.__setattr__(self, "gemms", tuple(gemms))
         self._check(self.ctas % self.team == 0, "ctas", f"a multiple of {self.team}")
+        fewest = min(self.gemm("gu").tiles, self.gemm("lm").tiles)
+        self._check(self.ctas <= fewest, "ctas", f"at most the {fewest} tiles of gate/up and head")
         self._check(
             self.group % self.team == 0 or int(self.team_tiles("down").max()) <= self.team,
             "warps",
@@ -306,7 +308,8 @@ def product(shape: Shape | str, arch: str = "sm_90a", **changes) -> Config:
         if shape not in SHAPES:
             raise ValueError(f"unknown model {shape!r}; known: {', '.join(SHAPES)}")
         shape = SHAPES[shape]
-    fields = {**PRODUCTS[shape.name], "arch": arch, **changes}
+    small = dict(red_buffers=1) if SMEM_LIMIT[arch] < 200_000 else {}
+    fields = {**PRODUCTS[shape.name], "arch": arch, **small, **changes}
     team = fields.get("down_split", 1)
     most = DEVICE_CTAS[arch] // team * team
     fields["ctas"] = changes.get("ctas", min(fields.get("ctas", most), most))

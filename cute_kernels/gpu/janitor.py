@@ -78,7 +78,7 @@ def run_janitor(k: cutlass.Constexpr):
 @cute.jit
 def tell_janitor(k: cutlass.Constexpr, command: Int32, count: Int32):
     """After a warp's gather of gate/up. The clearing before, one layer ago, must be fenced by now.
-    count: commands given before."""
+    count: commands given before, as far as it matters: 0 for none, else 1 if odd and 2 if even."""
     if count > 0:
         sync.wait_parity(k.cleared, (count - 1) & 1)
     if k.tid == 0:

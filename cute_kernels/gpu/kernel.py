@@ -239,7 +239,7 @@ def decode_step(
                 k, gu, rows, phase, cur + b.y, cur + b.h, cur, stats, dirty, count,
                 stage, parity, which,
             )  # fmt: skip
-            count, dirty = count + 1, rows
+            count, dirty = (count & 1) + 1, rows
         else:
             stage, parity, which = run_phase(
                 k, down, rows, phase, cur + b.h, cur + b.x, cur + b.parts, stats, dirty, count,
@@ -271,6 +271,15 @@ def parts_of(c: Config, service: str):
     )
 
 
+def register_split(c: Config) -> tuple[int, int]:
+    """(registers a thread of the others, of the consumers). They share what the block is launched
+    with, no more: an increase beyond it would wait for ever."""
+    at_launch = 65536 // c.block // 8 * 8
+    many = 224 if c.gemm("qkv").slab >= 4096 else 208
+    few = (at_launch * c.block - many * c.warps * 32) // (c.block - c.warps * 32) // 8 * 8
+    return few, many
+
+
 def make_kernel(c: Config, service: str = "script"):
     """Returns (jit launcher, example arguments, launch geometry).
 
@@ -278,8 +287,7 @@ def make_kernel(c: Config, service: str = "script"):
     The one argument is the address of the table arguments.Arg.
     """
     attention, prompt, serving = parts_of(c, service)
-    # 65,536 registers: consumers and a warpgroup of 128 others
-    few, many = (64, 224) if c.warps == 8 else (64, 208)
+    few, many = register_split(c)
 
     @cute.kernel
     def kernel(args: Int64):

@@ -128,5 +128,6 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
     torch.backends.cuda.matmul.allow_tf32 = False
     main(pathlib.Path(sys.argv[1]), sys.argv[2:])

@@ -34,15 +34,18 @@ def matrices(name: str) -> Config:
 
 def scripted() -> dict[str, Config]:
     """Kernels that are compared with torch, by file name."""
-    return {f"matrices-{name}": matrices(name) for name in SHAPES}
+    whole = {f"decode-{name}": small(name, prompt=False) for name in SHAPES}
+    return {f"matrices-{name}": matrices(name) for name in SHAPES} | whole
 
 
 def timed() -> dict[str, Config]:
     """Whole models, whose steps are timed: time_decode.py."""
-    return {
-        f"timed-matrices-{name}": product(name, attention=False, prompt=False)
-        for name in ("smollm2-135m", "llama-3.2-1b")
-    }
+    out = {}
+    for name in ("smollm2-135m", "llama-3.2-1b"):
+        out[f"timed-matrices-{name}"] = product(name, attention=False, prompt=False)
+        out[f"timed-{name}"] = product(name, prompt=False)
+        out[f"timed-{name}-phases"] = product(name, prompt=False, timing=True)
+    return out
 
 
 def probe_makers() -> dict:

@@ -63,4 +63,5 @@ def phases(rig: Rig) -> str:
 
 
 if __name__ == "__main__":
+    torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
     main(pathlib.Path(sys.argv[1]), sys.argv[2:])
