@@ -22,6 +22,7 @@ from cute_kernels.gpu.attention import (
 from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, ROWS, Config
 from cute_kernels.gpu.core import Core, arg, carve, desc_word, init_barriers, places
+from cute_kernels.gpu.kernel import register_split
 from cute_kernels.gpu.tiles import Buffers
 
 DESC_WORDS = int(Desc.PATH) + 2 * ROWS
@@ -72,6 +73,8 @@ def make_attention(c: Config):
     QK_NORM), layers: copies of Buffers in ACT, whose part and a must be EMPTY.
     """
 
+    few, many = register_split(c)
+
     @cute.kernel
     def kernel(args: Int64, layers: Int32):
         tid, _, _ = cute.arch.thread_idx()
@@ -90,12 +93,12 @@ def make_attention(c: Config):
         init_barriers(k)
         if k.wid >= c.warps:
             if cutlass.const_expr(c.setmaxnreg):
-                cute.arch.setmaxregister_decrease(64)
+                cute.arch.setmaxregister_decrease(few)
             if k.wid == c.warps:
                 run_producer(k, layers)
         else:
             if cutlass.const_expr(c.setmaxnreg):
-                cute.arch.setmaxregister_increase(224 if c.warps == 8 else 208)
+                cute.arch.setmaxregister_increase(many)
             run_consumers(k, arg(k, Arg.ACT), desc_word(k, Desc.ROWS), layers)
 
     kernel.set_name_prefix("md_attention", keep_mangled_name=False, remove_cutlass_symbol=True)
