@@ -38,7 +38,6 @@ from megadecode.device import AUTO_BUDGET, Settings, Start, Tensors
 from megadecode.drafter.io import Drafter
 from megadecode.errors import ModelError, ParameterError
 from megadecode.options import choice, device_options
-from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures, phase_figures
 
 MAX_WORKERS = 16
@@ -113,9 +112,6 @@ class CpuParts:
     @property
     def trace(self) -> np.ndarray:
         return self.loop.trace
-
-    def refuse(self, params: SamplingParams) -> None:
-        """Nothing: this device serves every parameter there is."""
 
     def figures(self, *, reset: bool) -> list[PhaseFigures]:
         """From the loop's own counters; the drafter's phases against the drafter's sizes."""

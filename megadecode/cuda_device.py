@@ -12,7 +12,9 @@ import numpy as np
 
 from cute_kernels.gpu.arguments import COUNT, Arg
 from cute_kernels.gpu.board import make_board
-from cute_kernels.gpu.config import COPIES, PAGE, Config
+from cute_kernels.gpu.config import COPIES, Config
+from cute_kernels.gpu.kv_layout import PAGE
+from cute_kernels.gpu.prompt_plan import PromptBuffers
 from cute_kernels.gpu.service_block import Own, make_block, wire_constants
 from cute_kernels.gpu.tiles import Buffers, step_bytes
 from host.cuda import CudaDevice, PinnedMemory, driver
@@ -22,7 +24,7 @@ from megadecode.config import ModelConfig
 from megadecode.cuda_kernel import Gpu, choose_config, find_gpu, load_kernel
 from megadecode.device import Settings, Start, Tensors
 from megadecode.drafter.io import Drafter
-from megadecode.errors import DeviceUnavailable, ParameterError
+from megadecode.errors import ParameterError
 from megadecode.options import device_options
 from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures
@@ -71,6 +73,7 @@ class CudaParts:
     memory: dict[str, torch.Tensor]  # by the names of `arguments.Arg`
 
     reserve_rows = 1
+    weights = "bf16"
 
     @property
     def wire(self) -> Wire:
@@ -187,9 +190,7 @@ def start(
         keep=pinned.keep,
         owned=(memory, table),
     )
-    link = Link(
-        wire, device, first_sequence=options.first_sequence, deadline_s=options.deadline_s
-    )
+    link = Link(wire, device, first_sequence=options.first_sequence, deadline_s=options.deadline_s)
     for _ in range(PINGS):  # it works, its code is there, and it has learnt the host's clock
         link.ping()
     link.park()
@@ -210,7 +211,7 @@ def _allocate(
         "KV_POOL": kv_bytes,
         "ACT": COPIES * Buffers.of(c).bytes,
         "LOGITS": 16 * c.logit_stride * 4,
-        "PROMPT_ACT": _prompt_bytes(c),
+        "PROMPT_ACT": PromptBuffers.of(c).bytes,
     }
     weights = step_bytes(c, config.layers)
     if not config.tied_embeddings:
@@ -234,14 +235,6 @@ def _allocate(
     memory["TOKENS"] = torch.zeros(o.ctx + CHUNK_ROWS, dtype=torch.int32, device=gpu)
     memory["PAGE_TABLE"] = torch.arange(o.pages, dtype=torch.int32, device=gpu)
     return memory
-
-
-def _prompt_bytes(c: Config) -> int:
-    try:
-        from cute_kernels.gpu.prompt_plan import PromptBuffers
-    except ImportError:
-        raise DeviceUnavailable("this build has no prompt kernel") from None
-    return int(PromptBuffers.of(c).bytes)
 
 
 def _table(

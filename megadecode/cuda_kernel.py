@@ -79,12 +79,12 @@ def shape_of(config: ModelConfig) -> Shape:
 
     Raises ModelError for sizes no kernel has been laid out for, naming those there are.
     """
-    if getattr(config, "qkv_bias", False):
+    if config.qkv_bias:
         raise ModelError(f"{config.name}: device 'cuda' has no biases yet; use device='cpu'")
     wanted = Shape(
         "", config.hidden, config.ffn, config.heads, config.kv_heads, config.head_dim,
         config.vocab, config.layers, config.rms_eps, config.tied_embeddings,
-        getattr(config, "qk_norm", False),
+        config.qk_norm,
     )  # fmt: skip
     for known in SHAPES.values():
         # layers and vocabulary may differ: they are data, not code

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_kernels.cpu.pack import rope_table
 from cute_kernels.gpu import pack
 from cute_kernels.gpu.config import Config
 from cute_kernels.gpu.kv_layout import rotary_rows
@@ -69,7 +68,7 @@ def pack_model(config: ModelConfig, get: Get, c: Config, positions: int) -> dict
     embed = stream
     if not tied:
         embed = pack.pack_matrix(_on_device(get, "embed").bfloat16(), c, "lm").contiguous()
-    rope = rope_table(config, positions).transpose(0, 2, 1)
+    rope = config.rotations(positions).transpose(0, 2, 1).astype(np.float32)
     found = {
         "STREAM": stream,
         "OFFSETS": torch.from_numpy(offsets),
@@ -79,7 +78,7 @@ def pack_model(config: ModelConfig, get: Get, c: Config, positions: int) -> dict
         "FINAL_NORM": pack.norm_row(_on_device(get, "final_norm").bfloat16()).contiguous(),
         "ROPE": torch.from_numpy(np.ascontiguousarray(rope)),
     }
-    if c.shape.qk_norm:
+    if config.qk_norm:
         norms = [
             torch.stack([_on_device(get, f"layers.{i}.{name}") for name in ("q_norm", "k_norm")])
             for i in range(config.layers)

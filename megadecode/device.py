@@ -15,13 +15,9 @@ from megadecode.config import ModelConfig
 from megadecode.drafter.io import Drafter
 from megadecode.errors import ParameterError
 from megadecode.models.weights import FloatArray
-from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures
 
 DEVICES = ("auto", "cpu", "cuda")
-SLOTS = {"auto": 16, "cpu": 16, "cuda": 1}
-"""What the engine takes where it is not told."""
-
 AUTO_BUDGET = -1
 
 
@@ -59,10 +55,6 @@ class Parts(Protocol):
         """Positions beyond its own that a request takes up in pages: a step's verify rows."""
         ...
 
-    def refuse(self, params: SamplingParams) -> None:
-        """ParameterError for parameters of a request that this device cannot serve."""
-        ...
-
     def figures(self, *, reset: bool) -> list[PhaseFigures]:
         """Time per phase since the start or the last reset."""
         ...
@@ -78,6 +70,11 @@ Tensors = Callable[[str], FloatArray]
 Start = Callable[[ModelConfig, Tensors, Drafter | None], Parts]
 """Packs the weights, allocates everything and makes the link. Raises ModelError for a shape that
 the device has no kernel for, ParameterError when memory is short."""
+
+
+def default_slots(name: str) -> int:
+    """Requests decoded at the same time where the engine is not told."""
+    return 1 if name == "cuda" else 16
 
 
 def prepare(name: str, settings: Settings, options: Mapping[str, Any]) -> Start:

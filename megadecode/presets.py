@@ -6,7 +6,6 @@ is, one generator a tensor, seeded by the tensor's name: the same on every run.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -23,13 +22,11 @@ NAMES = tuple(name for name in SHAPES if name != "smollm2-135m")  # that one has
 def preset_config(name: str) -> ModelConfig:
     """The configuration of a shape of `cute_kernels.gpu.config.SHAPES`."""
     s = SHAPES[name]
-    known = {f.name for f in dataclasses.fields(ModelConfig)}
-    more = {"qk_norm": s.qk_norm} if "qk_norm" in known else {}
     return ModelConfig(
         name=name, layers=s.layers, hidden=s.hidden, heads=s.heads, kv_heads=s.kv_heads,
         head_dim=s.head_dim, ffn=s.ffn, vocab=s.vocab,
         context_tokens=CONTEXT_TOKENS.get(name, 8192), rope_theta=THETA.get(name, 500_000.0),
-        rms_eps=s.rms_eps, tied_embeddings=s.tied, **more,
+        rms_eps=s.rms_eps, tied_embeddings=s.tied, qk_norm=s.qk_norm,
     )  # fmt: skip
 
 
@@ -44,9 +41,6 @@ class Preset:
         self.config = preset_config(name)
         self._seed, self._where = seed, where
         self._shapes = tensor_shapes(self.config)
-        d, layers = self.config.head_dim, self.config.layers
-        if SHAPES[name].qk_norm:
-            self._shapes |= {f"layers.{i}.{x}_norm": (d,) for i in range(layers) for x in "qk"}
 
     def tensor(self, name: str) -> Any:
         """fp32, `tensor_shapes` of the configuration; KeyError for an unknown name."""

@@ -163,4 +163,6 @@ def build_kernel(config, service: str, cache: pathlib.Path) -> Artefact:
     """The persistent kernel of a config.Config; service: see kernel.make_kernel."""
     from cute_kernels.gpu.kernel import make_kernel
 
-    return build(kernel_name(config, service), lambda: make_kernel(config, service), config.arch, cache)
+    return build(
+        kernel_name(config, service), lambda: make_kernel(config, service), config.arch, cache
+    )

@@ -97,7 +97,7 @@ def test_a_bad_logit_ends_its_own_request_only(rig):
     h = 0
     for position, token in enumerate(ids):
         h = digest(h, token, position)
-    bad = next(ids[:19] + [t] for t in range(VOCAB) if (h - ids[19] + t) % BAD == 0)
+    bad = next([*ids[:19], t] for t in range(VOCAB) if (h - ids[19] + t) % BAD == 0)
     assert check(rig, bad, 60).reason == FinishReason.ERROR
     check(rig, ids, 5)
 
