@@ -147,10 +147,9 @@ def kernel_of(model: str, target: str) -> Config:
     if model in SHAPES:
         shape = SHAPES[model]
     else:
-        from megadecode.models.gguf_file import load
-        from megadecode.models.store import resolve
+        from megadecode.models.load import load_model
 
-        shape = shape_of(load(resolve(model)).config)
+        shape = shape_of(load_model(model).config)
     try:
         return product(shape, target)
     except ValueError as error:

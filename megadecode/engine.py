@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,8 @@ class Engine(AbstractContextManager["Engine"]):
     """A model on a device, decoding until it is closed. Thread-safe.
 
     Args:
-        model: a known name, the path of a GGUF file, or any `megadecode.models.weights.Weights`.
+        model: a known name, the path of a GGUF file or of a Hugging Face folder, the id of a
+            model on the hub (`org/name`), or any `megadecode.models.weights.Weights`.
             The shapes of `megadecode.presets` come with random weights and take token ids only.
         ctx: positions a request may use, prompt and generated tokens together.
         slots: requests decoded at the same time, 1 to 16; further ones wait their turn. None: the
@@ -383,11 +383,9 @@ def _load(model: str | os.PathLike[str] | Weights, device: str) -> tuple[Weights
     if model in presets.NAMES:
         return presets.Preset(str(model), where="cuda" if device == "cuda" else "cpu"), None
     if isinstance(model, str | os.PathLike):
-        from megadecode.models.gguf_file import load
-        from megadecode.models.store import resolve
+        from megadecode.models.load import load_model
 
-        path: Path = resolve(model)
-        loaded = load(path)
+        loaded = load_model(model)
         return loaded, loaded.tokenizer()
     make = getattr(model, "tokenizer", None)
     return model, make() if callable(make) else None
