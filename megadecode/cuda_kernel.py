@@ -45,12 +45,12 @@ def find_gpu(ordinal: int = 0) -> Gpu:
     """The GPU, its primary context current. DeviceUnavailable says what is missing."""
     for module in ("torch", "cuda.bindings"):
         if not _has(module):
-            raise DeviceUnavailable(f"device 'cuda' needs {module.split('.')[0]}; {GPU_EXTRA}")
+            raise _unusable(f"{module.split('.')[0]} is not installed; {GPU_EXTRA}")
     try:
         cu = driver()
         count = check(cu.cuDeviceGetCount(), "cuDeviceGetCount")
         if count <= ordinal:
-            raise DeviceUnavailable("there is no CUDA GPU; use device='cpu'")
+            raise _unusable("there is no CUDA GPU")
         gpu = check(cu.cuDeviceGet(ordinal), "cuDeviceGet")
         name = check(cu.cuDeviceGetName(256, gpu), "cuDeviceGetName").split(b"\0")[0].decode()
         kind = cu.CUdevice_attribute
@@ -64,14 +64,18 @@ def find_gpu(ordinal: int = 0) -> Gpu:
         )
         arch = TARGETS.get((major, minor))
         if arch is None:
-            raise DeviceUnavailable(
+            raise _unusable(
                 f"{name} has compute capability {major}.{minor}; there are kernels for "
-                f"{', '.join(f'{a}.{b}' for a, b in TARGETS)}; use device='cpu'"
+                f"{', '.join(f'{a}.{b}' for a, b in TARGETS)}"
             )
         use_primary_context(cu, ordinal)
     except DeviceError as error:
-        raise DeviceUnavailable(f"device 'cuda' cannot be used: {error}") from None
+        raise _unusable(str(error)) from None
     return Gpu(name, arch, int(multiprocessors))
+
+
+def _unusable(why: str) -> DeviceUnavailable:
+    return DeviceUnavailable(f"device 'cuda' cannot be used here: {why}. Use device='cpu'")
 
 
 def shape_of(config: ModelConfig) -> Shape:
