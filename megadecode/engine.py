@@ -136,6 +136,8 @@ class Engine(AbstractContextManager["Engine"]):
         )
         if not isinstance(draft, Drafter):
             draft = path_or_name("draft", draft)
+        if not hasattr(model, "tensor"):
+            model = path_or_name("model", model)
         start = prepare(device, settings, device_options)
         loaded, self.tokenizer = _load(model, device)
         if draft == "auto" and device == "cuda":
@@ -236,6 +238,7 @@ class Engine(AbstractContextManager["Engine"]):
         ids = self.encode(prompt, chat=chat)
         stops = params.stop_ids(self.config.stop_ids, self.config.vocab)
         self._check_fits(len(ids), params.max_new_tokens)
+        self._parts.refuse(params)
         if params.stop:
             need_tokenizer(self.tokenizer, self.config)
         return ids, params, stops
@@ -265,6 +268,11 @@ class Engine(AbstractContextManager["Engine"]):
     # -- the device -------------------------------------------------------------------------------
 
     @property
+    def weights(self) -> str:
+        """The type that the weights are kept in."""
+        return self._parts.weights
+
+    @property
     def is_lost(self) -> bool:
         """Whether the device can no longer be used: it hung, or the engine is closed."""
         return self._link.lost is not None
@@ -292,6 +300,11 @@ class Engine(AbstractContextManager["Engine"]):
     def trace(self, *, reset: bool = False) -> list[PhaseFigures]:
         """Time per phase since the start or the last reset, against bytes read and operations."""
         return self._parts.figures(reset=flag("reset", reset))
+
+    def read_gb_per_s(self) -> float:
+        """What the device reads from its memory at best, measured now with the loop parked."""
+        with self.parked():
+            return self._parts.read_gb_per_s()
 
     def ping(self, timeout: float = 5.0) -> float:
         """Seconds until the device has answered a no-op request."""

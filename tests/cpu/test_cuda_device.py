@@ -1,5 +1,6 @@
-"""The CUDA device as far as no GPU is needed: what it refuses, which kernel it wants, where from."""
+"""The CUDA device as far as no GPU is needed: what it refuses, which kernel it wants."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -22,7 +23,6 @@ from megadecode.device import Settings, prepare
 from megadecode.presets import NAMES, Preset, preset_config
 from megadecode.prompt import encode
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 SETTINGS = dict(
     ctx=256,
     slots=1,
@@ -64,8 +64,6 @@ def test_models_and_kernels_belong_together():
         config = preset_config(name)
         assert cuda_kernel.shape_of(config) == SHAPES[name]
         assert cuda_kernel.choose_config(config, H200).ctas <= 132
-    import dataclasses
-
     shallow = dataclasses.replace(preset_config("odd-768"), layers=2, vocab=100, name="mine")
     assert cuda_kernel.shape_of(shallow).layers == 2
     for change in ({"ffn": 4096}, {"tied_embeddings": False}, {"qk_norm": True}):
@@ -78,7 +76,7 @@ def test_models_and_kernels_belong_together():
     assert cuda_kernel.choose_config(preset_config("llama-3.2-1b"), small).ctas == 76
 
 
-def fake_artefact(folder, what, **changes):
+def fake_artefact(folder, what, changes=None):
     """A kernel as another machine leaves it."""
     cubin = b"machine code"
     manifest = {
@@ -88,7 +86,7 @@ def fake_artefact(folder, what, **changes):
     at = folder / "sm_90a"
     at.mkdir(parents=True, exist_ok=True)
     (at / "k.cubin").write_bytes(cubin)
-    (at / "k.json").write_text(json.dumps(manifest | changes))
+    (at / "k.json").write_text(json.dumps(manifest | (changes or {})))
 
 
 def test_a_kernel_built_elsewhere_is_found_and_a_stale_one_is_not(tmp_path, monkeypatch):
@@ -102,12 +100,12 @@ def test_a_kernel_built_elsewhere_is_found_and_a_stale_one_is_not(tmp_path, monk
 
     monkeypatch.setattr(cuda_kernel, "_has", lambda module: module != "cutlass")
     for change in ({"sources": "older"}, {"what": "another"}, {"sha256": "damaged"}):
-        fake_artefact(cuda_kernel.kernel_folder(), what, **change)
+        fake_artefact(cuda_kernel.kernel_folder(), what, change)
         with pytest.raises(DeviceUnavailable) as error:
             cuda_kernel.find_kernel(c)
         assert "megadecode build --model odd-768 --target sm_90a" in str(error.value)
     monkeypatch.setattr(build, "dsl_version", lambda: "0.0")
-    fake_artefact(cuda_kernel.kernel_folder(), what, dsl="4.8.1")
+    fake_artefact(cuda_kernel.kernel_folder(), what, {"dsl": "4.8.1"})
     assert build.find(what, "sm_90a", [cuda_kernel.kernel_folder()]) is None
     monkeypatch.setattr(build, "dsl_version", lambda: None)
     assert build.find(what, "sm_90a", [cuda_kernel.kernel_folder()]) is not None
