@@ -221,6 +221,13 @@ def sums_seen(k, o):
     return seen
 
 
+def filled(n, value):
+    out = cute.make_rmem_tensor(cute.make_layout(n), Float32)
+    for i in range(n):
+        out[i] = Float32(value)
+    return out
+
+
 def block_limit(k, rows, h):
     """Blocks below c(p) of this lane's row in half h of an accumulator; none for an absent row."""
     row = (k.lane >> 2) + 8 * h
@@ -295,6 +302,21 @@ def write_back(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: I
     sync.fence_async()
 
 
+# -- figures -------------------------------------------------------------------------------------
+STAMPS = 10
+
+
+@cute.jit
+def stamp(k: cutlass.Constexpr, slot: cutlass.Constexpr):
+    """With `timing`, in attention's own kernel: the clock of the SM when the first warp of half 0
+    and of half 1 came here, int64 [ctas, 2, STAMPS] of the last layer in Arg.TIMES."""
+    if cutlass.const_expr(k.c.timing and hasattr(k, "stamps")):
+        other = k.c.group_heads * 32
+        if (k.tid == 0) | (k.tid == other):
+            at = k.stamps + Int64(((k.bid * 2 + k.tid // other) * STAMPS + slot) * 8)
+            sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.clock64()))
+
+
 # -- the phase -----------------------------------------------------------------------------------
 @cute.jit
 def release_tail(k: cutlass.Constexpr, n: Int32, stage: Int32, seen: Uint32):
@@ -327,12 +349,15 @@ def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, head:
                 seen = seen | run_tail(k, p, head, row, slot, q, stage, tail_first)
             if half == 0:
                 take_parts(k, u, head, row_parts(k, p, part, row), main_blocks)
+            stamp(k, 5)
             if cutlass.const_expr(halves(c) == 2):
                 sync.pair_sync(head)
             else:
                 cute.arch.sync_warp()
+            stamp(k, 6)
             if half == 0:
                 publish_row(k, p, u, head, row, slot, out)
+            stamp(k, 7)
             row, slot = row + c.splits, 1 - slot
     release_tail(k, stages, stage, seen)
     # by warps that do not merge, if there are any
@@ -349,17 +374,14 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
     c, d = k.c, k.c.shape.head_dim
     head, half = k.wid % c.group_heads, k.wid // c.group_heads
     words = cute.make_rmem_tensor(cute.make_layout(12 * d // 32), Uint32)
+    stamp(k, 0)
     take_inputs(k, p, rows, layer, head, qkv, words)
-    m = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    den = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    o = cute.make_rmem_tensor(cute.make_layout(d // 2), Float32)
-    for h in cutlass.range_constexpr(2):
-        m[h], den[h] = Float32(NEG_INF), Float32(0.0)
-    for i in cutlass.range_constexpr(d // 2):
-        o[i] = Float32(0.0)
+    stamp(k, 1)
+    m, den, o = filled(2, NEG_INF), filled(2, 0.0), filled(d // 2, 0.0)
     stage, parity = run_blocks(k, p, words, m, den, o, half, rows, main_blocks, stage, parity)
     for h in cutlass.range_constexpr(2):
         den[h] = quad_sum(den[h])
+    stamp(k, 2)
     if cutlass.const_expr(c.red_buffers > 1 and halves(c) == 2):
         sync.consumer_sync(c.warps * 32)  # somebody may still add qkv's last sums
     has_blocks = (p.split < main_blocks) & (k.wid < c.group_heads * halves(c))
@@ -370,10 +392,12 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
     # behind this barrier the step's K and V rows are there, and every warp has released all stages
     # before the tail, so a warp that does not read the tail may release it at once
     sync.consumer_sync(c.warps * 32)
+    stamp(k, 3)
     if has_blocks:
         own = row_parts(k, p, part, Int32(0)) + Int64(p.split * c.part_bytes)
         publish_part(k, p, head, half, rows, m, den, o, own)
     sync.consumer_sync(c.warps * 32)  # whoever comes next may write where sums were exchanged
+    stamp(k, 4)
     if p.split < rows:
         merge_rows(k, p, words, head, half, rows, layer, part, out, stage, parity)
         for _ in cutlass.range(tail_count * stages_per_block(c), unroll=1):
