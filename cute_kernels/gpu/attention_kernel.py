@@ -40,7 +40,7 @@ def take_output(k: cutlass.Constexpr, rows: Int32, out: Int64):
         words = cute.make_rmem_tensor(cute.make_layout(n * 8), Uint32)
         places = [(b, (first + i) * CHUNK_BYTES) for b in range(2) for i in range(n)]
         addresses = [at + (off + b * 512) for b, off in places]
-        take_rows(k, words, addresses, [8 * b + row < rows for b, _ in places])
+        take_rows(k, words, addresses, [8 * b + row < rows for b, _ in places], rows)
 
 
 @cute.jit
