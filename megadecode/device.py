@@ -15,6 +15,7 @@ from megadecode.config import ModelConfig
 from megadecode.drafter.io import Drafter
 from megadecode.errors import DeviceUnavailable, ParameterError
 from megadecode.models.weights import FloatArray
+from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -53,6 +54,15 @@ class Parts(Protocol):
     @property
     def reserve_rows(self) -> int:
         """Positions beyond its own that a request takes up in pages: a step's verify rows."""
+        ...
+
+    @property
+    def weights(self) -> str:
+        """The type that the weights are kept in."""
+        ...
+
+    def refuse(self, params: SamplingParams) -> None:
+        """ParameterError for what is in order but not to be had on this device."""
         ...
 
     def figures(self, *, reset: bool) -> list[PhaseFigures]:

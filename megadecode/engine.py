@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,8 @@ class Engine(AbstractContextManager["Engine"]):
     """A model on a device, decoding until it is closed. Thread-safe.
 
     Args:
-        model: a known name, the path of a GGUF file, or any `megadecode.models.weights.Weights`.
+        model: a known name, the path of a GGUF file or of a Hugging Face folder, the id of a
+            model on the hub (`org/name`), or any `megadecode.models.weights.Weights`.
         ctx: positions a request may use, prompt and generated tokens together.
         slots: requests decoded at the same time, 1 to 16; further ones wait their turn.
         device: `auto` or `cpu`.
@@ -133,6 +133,8 @@ class Engine(AbstractContextManager["Engine"]):
         )
         if not isinstance(draft, Drafter):
             draft = path_or_name("draft", draft)
+        if not hasattr(model, "tensor"):
+            model = path_or_name("model", model)
         start = prepare(device, settings, device_options)
         loaded, self.tokenizer = _load(model)
         self.config = loaded.config.for_context(self.ctx)
@@ -231,6 +233,7 @@ class Engine(AbstractContextManager["Engine"]):
         ids = self.encode(prompt, chat=chat)
         stops = params.stop_ids(self.config.stop_ids, self.config.vocab)
         self._check_fits(len(ids), params.max_new_tokens)
+        self._parts.refuse(params)
         if params.stop:
             need_tokenizer(self.tokenizer, self.config)
         return ids, params, stops
@@ -260,6 +263,11 @@ class Engine(AbstractContextManager["Engine"]):
     # -- the device -------------------------------------------------------------------------------
 
     @property
+    def weights(self) -> str:
+        """The type that the weights are kept in."""
+        return self._parts.weights
+
+    @property
     def is_lost(self) -> bool:
         """Whether the device can no longer be used: it hung, or the engine is closed."""
         return self._link.lost is not None
@@ -287,6 +295,11 @@ class Engine(AbstractContextManager["Engine"]):
     def trace(self, *, reset: bool = False) -> list[PhaseFigures]:
         """Time per phase since the start or the last reset, against bytes read and operations."""
         return self._parts.figures(reset=flag("reset", reset))
+
+    def read_gb_per_s(self) -> float:
+        """What the device reads from its memory at best, measured now with the loop parked."""
+        with self.parked():
+            return self._parts.read_gb_per_s()
 
     def ping(self, timeout: float = 5.0) -> float:
         """Seconds until the device has answered a no-op request."""
@@ -376,11 +389,9 @@ def _numbered(number: int) -> Iterator[None]:
 
 def _load(model: str | os.PathLike[str] | Weights) -> tuple[Weights, Tokenizer | None]:
     if isinstance(model, str | os.PathLike):
-        from megadecode.models.gguf_file import load
-        from megadecode.models.store import resolve
+        from megadecode.models.load import load_model
 
-        path: Path = resolve(model)
-        loaded = load(path)
+        loaded = load_model(model)
         return loaded, loaded.tokenizer()
     make = getattr(model, "tokenizer", None)
     return model, make() if callable(make) else None

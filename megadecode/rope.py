@@ -19,6 +19,10 @@ class RopeScaling:
         """What cosines and sines are multiplied by, so a score is multiplied by its square."""
         return 1.0
 
+    def length(self, positions: int) -> int:
+        """Positions the scaled model is meant for, where its configuration says `positions`."""
+        return positions
+
     def scale(self, plain: Frequencies, theta: float) -> Frequencies:
         """The scaled frequencies of `plain`, [head_dim / 2] radians per position of base `theta`"""
         raise NotImplementedError
@@ -46,6 +50,9 @@ class Linear(RopeScaling):
 
     def __post_init__(self) -> None:
         self._need_positive("factor")
+
+    def length(self, positions: int) -> int:
+        return int(self.factor * positions)
 
     def scale(self, plain: Frequencies, theta: float) -> Frequencies:
         return plain / self.factor
@@ -149,6 +156,9 @@ class Yarn(RopeScaling):
                 raise ValueError(f"yarn {name} is {value!r}; it must not be negative")
         if self.attention_factor is not None:
             self._need_positive("attention_factor")
+
+    def length(self, positions: int) -> int:
+        return max(positions, int(self.factor * self.original_context))
 
     @property
     def multiplier(self) -> float:

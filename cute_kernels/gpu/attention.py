@@ -172,8 +172,9 @@ def block_scores(k, q, base):
     return tiles
 
 
-def block_values(k, o, probabilities, base):
-    """O += P V; o: flat [tiles of 8 dimensions x 4]."""
+def block_values(k, o, probabilities, base, masks=None):
+    """O += P V; o: flat [tiles of 8 dimensions x 4]. masks: bits of V that count, [16 keys][keys
+    2 t and 2 t + 1, and 8 further]; None: all."""
     i, d = k.lane, k.c.shape.head_dim
     at = base + (i & 15) * (2 * d)
     piece = ((i >> 4) ^ (i & 7)) << 4
@@ -182,6 +183,8 @@ def block_values(k, o, probabilities, base):
         a = [bf16_pair(p[2 * e], p[2 * e + 1]) for e in range(4)]
         for n in range(0, d // 8, 2):
             b = ldmatrix(at + (piece ^ (n << 4)) + u * (32 * d), True)
+            if masks is not None:
+                b = [x & masks[u][w & 1] for w, x in enumerate(b)]
             for e in range(2):
                 to = (n + e) * 4
                 sums = mma([o[to + w] for w in range(4)], a, b[2 * e : 2 * e + 2])

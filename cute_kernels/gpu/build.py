@@ -123,3 +123,11 @@ def build_kernel(config, service: str, cache: pathlib.Path) -> Artefact:
 
     what = f"kernel {service} {sorted(dataclasses.asdict(config).items())}"
     return build(what, lambda: make_kernel(config, service), config.arch, cache)
+
+
+def build_phase(config, blocks_per_sm: int, cache: pathlib.Path) -> Artefact:
+    """One matrix phase of the step (config.phase) as a kernel of its own."""
+    from cute_kernels.gpu.phase import make_phase
+
+    what = f"phase {blocks_per_sm} {sorted(dataclasses.asdict(config).items())}"
+    return build(what, lambda: make_phase(config, blocks_per_sm), config.arch, cache)
