@@ -36,7 +36,7 @@ def matrices(name: str) -> Config:
 
 def scripted() -> dict[str, Config]:
     """Kernels that are compared with torch, by file name."""
-    whole = {f"decode-{name}": small(name, prompt=False) for name in SHAPES}
+    whole = {f"decode-{name}": small(name) for name in SHAPES}
     return {f"matrices-{name}": matrices(name) for name in SHAPES} | whole
 
 
@@ -57,8 +57,8 @@ def timed() -> dict[str, Config]:
     out = {}
     for name in ("smollm2-135m", "llama-3.2-1b"):
         out[f"timed-matrices-{name}"] = product(name, attention=False, prompt=False)
-        out[f"timed-{name}"] = product(name, prompt=False)
-        out[f"timed-{name}-phases"] = product(name, prompt=False, timing=True)
+        out[f"timed-{name}"] = product(name)
+        out[f"timed-{name}-phases"] = product(name, timing=True)
     return out
 
 
