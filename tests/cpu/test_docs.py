@@ -109,7 +109,7 @@ def test_a_newcomers_first_five_things(newcomer):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_what_they_name(page):
-    text, wrong = links.mended(PAGES[page])
+    text, wrong = links.mended(PAGES[page], links.SCREEN_LINES)
     assert not wrong
     assert text == PAGES[page].read_text(encoding="utf-8"), "python -m experiments.links"
 
@@ -123,6 +123,8 @@ def test_a_wrong_link_is_noticed(tmp_path):
     text, wrong = links.mended(page)
     assert text.startswith("[`A`](x.py#L1) [`B.d`](x.py#L5) [`B.c`](x.py#L4) [`e`]")
     assert wrong == ["page.md: x.py defines no e", "page.md: y.md does not exist"]
+    assert links.mended(page, 8)[0].startswith("[`A`](x.py#L9)")
+    assert links.mended(page, 7)[0].startswith("[`A`](x.py#L1)")
 
 
 def test_the_limits_are_those_of_the_code():
