@@ -43,6 +43,7 @@ class AsyncRequest:
             with _heard(request) as change:
                 while not request.done:
                     await change.wait()
+                    change.clear()
         finally:
             request.abort()  # cancelled; nothing when it has ended
         return request.result(0)

@@ -38,6 +38,7 @@ from megadecode.device import AUTO_BUDGET, Settings, Start, Tensors
 from megadecode.drafter.io import Drafter
 from megadecode.errors import ModelError, ParameterError
 from megadecode.options import choice, device_options
+from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures, phase_figures
 
 MAX_WORKERS = 16
@@ -92,7 +93,7 @@ class CpuParts:
     loop: loop.Loop
     target: Model
     drafter: Model
-    weight_bytes: int
+    weights: str
     taps: int  # 0: there is no drafter
     workers: int
     _machine: Machine | None = None
@@ -113,13 +114,15 @@ class CpuParts:
     def trace(self) -> np.ndarray:
         return self.loop.trace
 
+    def refuse(self, params: SamplingParams) -> None:
+        """Everything there is to ask for can be had."""
+
     def figures(self, *, reset: bool) -> list[PhaseFigures]:
         """From the loop's own counters; the drafter's phases against the drafter's sizes."""
         counters = self.loop.trace
         drafter = Shape(*self.drafter.dims, taps=self.taps) if self.taps else None
-        figures = phase_figures(
-            counters.copy(), Shape(*self.target.dims), self.weight_bytes, drafter
-        )
+        item_bytes = 2 if self.weights == "bf16" else 4
+        figures = phase_figures(counters.copy(), Shape(*self.target.dims), item_bytes, drafter)
         if reset:
             counters[:] = 0
         return figures
@@ -285,9 +288,8 @@ def _assemble(
         operations=operation_names(operations),
     )
     link = Link(wire, device, first_sequence=o.first_sequence, deadline_s=o.deadline_s + 5)
-    weight_bytes = 2 if o.weights == "bf16" else 4
     taps = len(shape.taps) if shape else 0
-    return CpuParts(link, state, target, model, weight_bytes, taps, o.workers)
+    return CpuParts(link, state, target, model, o.weights, taps, o.workers)
 
 
 def _drafter(

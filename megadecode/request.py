@@ -143,11 +143,18 @@ class Request:
             assert self._generation is not None
             return self._generation
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until there is a chunk to read or the request has ended, up to `timeout` seconds;
+        whether there is or it has."""
+        limit = wait_s("timeout", timeout)
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._unread) or self.done, limit)
+
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks as they come, until the request has ended."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._unread) or self.done)
+                self.wait()
                 chunk, _ = self.take()
                 if chunk is None:
                     if self._lost is not None:

@@ -51,7 +51,7 @@ class Board(IntEnum):
     DESC = 0
     FIRST_TAG = 96  # the last tag of the launch before: read at the start, written on leaving
     DONE = 128  # CTAs that have finished a PROMPT step or are about to leave, monotone
-    BARRIER = 160  # arrivals at the grid barrier of prompt phases, monotone
+    BARRIER = 160  # the grid barrier of prompt phases: prompt.grid_barrier; starts at 0
     PHASE = 192  # a word a CTA: 1 + the phase it is in, 0 between steps
     RESULT = 512  # [16 rows][MAX_CTAS][4]: see Result
 

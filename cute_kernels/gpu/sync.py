@@ -40,6 +40,7 @@ class Barrier(enum.IntEnum):
 
     CONSUMERS = 1
     PAIRS = 2  # and the next 7: the two warps of a query head in attention
+    KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.keys_barrier
 
 
 def ptx_read(code, types, *args):

@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from megadecode.commands._common import (
-    Budget,
-    Ctx,
-    Device,
-    Draft,
-    Json,
-    Model,
-    Shape,
-    WeightType,
-    budget_of,
-    fail,
-    notes,
-    print_json,
-)
+from megadecode.commands import _common as common
 
 
 def run(
     prompt: Annotated[str, typer.Argument(help="What to answer; '-' reads standard input.")],
-    model: Model = "smollm2-135m",
-    ctx: Ctx = 65536,
-    device: Device = "auto",
-    weights: WeightType = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Only the k likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Only the likeliest, up to this mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Only those this likely beside the best.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed, the same tokens.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; repeatable.")] = None,
-    draft: Draft = "auto",
-    budget: Budget = "auto",
-    shape: Shape = "tree",
+    model: common.Model = "smollm2-135m",
+    ctx: common.Ctx = 65536,
+    device: common.Device = "auto",
+    weights: common.WeightType = None,
+    max_new_tokens: common.MaxNewTokens = 256,
+    temperature: common.Temperature = 0.0,
+    top_k: common.TopK = 0,
+    top_p: common.TopP = 1.0,
+    min_p: common.MinP = 0.0,
+    seed: common.Seed = None,
+    stop: common.Stop = None,
+    logprobs: Annotated[int, typer.Option(help="Alternatives per token, in the JSON.")] = 0,
+    draft: common.Draft = "auto",
+    budget: common.Budget = "auto",
+    shape: common.Shape = "tree",
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Time per phase, afterwards.")] = False,
-    as_json: Json = False,
+    as_json: common.Json = False,
+    stream: common.JsonStream = False,
 ) -> None:
     """Answer one prompt, streaming."""
-    from megadecode.engine import Engine
     from megadecode.errors import EMPTY, PromptError
     from megadecode.sampling import SamplingParams
     from megadecode.trace import table
@@ -53,38 +40,25 @@ def run(
     text = (sys.stdin.read() if sys.stdin else "") if prompt == "-" else prompt
     if not text:
         raise PromptError(EMPTY)
-    console = notes()
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        min_p=min_p, seed=seed, stop=stop or (),
+        min_p=min_p, seed=seed, stop=stop or (), logprobs=logprobs,
     )  # fmt: skip
-    with console.status("loading"):
-        engine = Engine(
-            model, ctx, slots=1, device=device, weights=weights, draft=draft,
-            budget=budget_of(budget), shape=shape,
-        )  # fmt: skip
-    with engine:
+    options = {
+        "device": device, "weights": weights, "draft": draft, "shape": shape,
+        "budget": common.budget_of(budget),
+    }  # fmt: skip
+    console = common.notes()
+    with common.opened(model, ctx, **options) as engine:
         request = engine.submit(text, params, chat=not raw)
-        if not as_json:
-            for chunk in request:
-                sys.stdout.write(chunk.text)
-                sys.stdout.flush()
-            sys.stdout.write("\n")
-        result = request.result()
+        result = common.show(engine, request, as_json=as_json, stream=stream)
         figures = engine.trace()
-    if as_json:
-        print_json(asdict(result))
-    else:
-        s = result.stats
-        console.print(
-            f"[dim]{s.tokens} tokens, {s.tok_s:.1f} tok/s, first after {s.ttft_s * 1e3:.0f} ms, "
-            f"{s.host_round_trips} host round trip{'s' * (s.host_round_trips != 1)}, "
-            f"finish: {result.finish_reason}[/dim]"
-        )
+    if not as_json:
+        console.print(f"[dim]{common.summary(result)}[/dim]")
     if trace:
         console.print(table(figures))
     if result.error:
-        raise typer.Exit(fail(result.error))
+        raise typer.Exit(common.fail(result.error))
 
 
 def register(app: typer.Typer) -> None:

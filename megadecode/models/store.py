@@ -116,6 +116,27 @@ def status(name: str) -> Path | None:
     return known.path
 
 
+def remove(name: str) -> int:
+    """Delete a known model's file from the cache; the bytes freed, 0 when it was not there.
+
+    Raises ModelError for an unknown name or a folder that cannot be written to.
+    """
+    if name not in KNOWN:
+        raise ModelError(f"unknown model {name!r}; known: {', '.join(sorted(KNOWN))}")
+    path, freed = KNOWN[name].path, 0
+    if not path.parent.exists():
+        return 0
+    try:
+        with _only_one(path.with_name(path.name + ".lock")):
+            for file in (_stamp_path(path), path):
+                if file.exists():
+                    freed += file.stat().st_size if file == path else 0
+                    file.unlink()
+    except OSError as error:
+        raise ModelError(f"cannot remove {path}: {error.strerror or error}") from error
+    return freed
+
+
 def _ensure(known: KnownModel, progress: bool, full_check: bool) -> Path:
     path = known.path
     if _is_sound(path, known, full_check):

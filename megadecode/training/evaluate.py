@@ -29,7 +29,7 @@ RANKS = (1, 4, 16)
 """Recall is given for the likeliest 1, 4 and 16 candidates."""
 
 _LOGIT_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-_ANCHORS_AT_A_TIME = 64
+_ANCHORS = {"cpu": 64, "cuda": 256}
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,10 @@ def draft_at(
     features = features.to(device, module.fc.weight.dtype)
     per_row = 4 * config.vocab
     rows = max(_LOGIT_BYTES.get(device.type, 1 << 27) // per_row // config.drafted, 1)
+    at_a_time = _ANCHORS.get(device.type, 64)
     parts = []
-    for first in range(0, len(anchors), _ANCHORS_AT_A_TIME):
-        some = slice(first, first + _ANCHORS_AT_A_TIME)
+    for first in range(0, len(anchors), at_a_time):
+        some = slice(first, first + at_a_time)
         context = features[: int(at[some].max())]
         hidden = module(context, tokens[some].to(device), at[some].to(device))
         for block in hidden[:, config.first_row :].split(rows):

@@ -47,6 +47,12 @@ def phase_ratios(rig: Rig, tokens: torch.Tensor, got: dict) -> dict[str, float]:
         "h": (F.silu(gu[:, 0::2]) * gu[:, 1::2], F.silu(gu16[:, 0::2]) * gu16[:, 1::2]),
         "x": (middle + got["h"] @ wd.float().T, half(middle) + F.linear(half(got["h"]), wd)),
     }
+    if rig.ctx is not None:
+        q = got["q"]
+        want["a"] = (
+            ref.attend(m, rig.ctx, 0, q, ref.exact),
+            ref.attend_bf16(m, rig.ctx, 0, half(q)),
+        )
     return {
         name: relative(got[name], want32) / relative(want16.float(), want32)
         for name, (want32, want16) in want.items()

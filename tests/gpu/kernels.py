@@ -10,6 +10,7 @@ import json
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 
 from cute_kernels.gpu.config import SHAPES, Config, product
@@ -36,6 +37,19 @@ def scripted() -> dict[str, Config]:
     """Kernels that are compared with torch, by file name."""
     whole = {f"decode-{name}": small(name, prompt=False) for name in SHAPES}
     return {f"matrices-{name}": matrices(name) for name in SHAPES} | whole
+
+
+def prompts() -> dict[str, tuple[Config, Callable]]:
+    """The prompt segment ("all") and its parts, by file name."""
+    from cute_kernels.gpu.prompt import PARTS
+    from cute_kernels.gpu.prompt_kernel import make_prompt
+
+    return {
+        f"prompt-{name}-{part or 'all'}": (c, partial(make_prompt, c, part))
+        for name in SHAPES
+        for c in [small(name)]
+        for part in ("", *PARTS)
+    }
 
 
 def timed() -> dict[str, Config]:
@@ -68,6 +82,8 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
         name: partial(build.build, name, make, "sm_90a", cache)
         for name, make in probe_makers().items()
     }
+    for name, (c, make) in prompts().items():
+        makers[name] = partial(build.build, f"{name} {c}", make, c.arch, cache)
     for name, c in (scripted() | timed()).items():
         makers[name] = partial(build.build_kernel, c, "script", cache)
     for name in names or makers:

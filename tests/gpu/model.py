@@ -116,29 +116,55 @@ def rotate(v: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attend(model: Model, ctx: Context, layer: int, qkv: torch.Tensor, rnd) -> torch.Tensor:
-    """A chain of rows behind the committed keys. qkv: [rows, qkv] fp32, plain column order."""
+def split_heads(model: Model, ctx: Context, layer: int, qkv: torch.Tensor, rnd):
+    """Rotated q and k (after their norms) and v of a chain of rows, [rows, heads, d], and all keys
+    and values that they see, [kv heads, keys, d]. qkv: [rows, qkv], plain column order."""
     s, n = model.shape, qkv.shape[0]
     q, key, value = qkv.split(
         [s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim], 1
     )
-    rope = ctx.rope[ctx.committed : ctx.committed + n]
+    rope = ctx.rope[ctx.committed : ctx.committed + n].to(qkv.dtype)
     out = []
     for i, v in enumerate((q, key)):
         v = v.reshape(n, -1, s.head_dim)
         if s.qk_norm:
-            v = v * factor(v, s.rms_eps) * model.qk_norm[layer, i]
+            v32 = v.float()
+            v = (v32 * factor(v32, s.rms_eps) * model.qk_norm[layer, i]).to(qkv.dtype)
         out.append(rnd(rotate(v, rope)))
     q, key = out
     value = value.reshape(n, -1, s.head_dim)
-    keys = torch.cat([ctx.keys[layer].float(), key.transpose(0, 1)], 1)
-    values = torch.cat([ctx.values[layer].float(), value.transpose(0, 1)], 1)
+    keys = torch.cat([ctx.keys[layer].to(qkv.dtype), key.transpose(0, 1)], 1)
+    values = torch.cat([ctx.values[layer].to(qkv.dtype), value.transpose(0, 1)], 1)
+    return q, keys, values
+
+
+def causal(ctx: Context, n: int) -> torch.Tensor:
+    """[rows, keys] bool: a row sees the committed keys and the rows up to itself."""
+    seen = torch.ones(n, ctx.committed + n, dtype=torch.bool, device="cuda")
+    return seen.tril(ctx.committed)
+
+
+def attend(model: Model, ctx: Context, layer: int, qkv: torch.Tensor, rnd) -> torch.Tensor:
+    """A chain of rows behind the committed keys, in fp32."""
+    s, n = model.shape, qkv.shape[0]
+    q, keys, values = split_heads(model, ctx, layer, qkv, rnd)
     group = s.heads // s.kv_heads
     keys, values = (v.repeat_interleave(group, 0) for v in (keys, values))
     scores = q.transpose(0, 1) @ keys.transpose(1, 2) * s.head_dim**-0.5
-    mask = torch.ones(n, n, dtype=torch.bool, device="cuda").triu(1)
-    scores[:, :, ctx.committed :].masked_fill_(mask, float("-inf"))
+    scores.masked_fill_(~causal(ctx, n), float("-inf"))
     return rnd((scores.softmax(-1) @ values).transpose(0, 1).reshape(n, -1))
+
+
+def attend_bf16(model: Model, ctx: Context, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    """Plain torch in bf16."""
+    s, n = model.shape, qkv.shape[0]
+    q, keys, values = split_heads(model, ctx, layer, qkv, exact)
+    group = s.heads // s.kv_heads
+    keys, values = (v.repeat_interleave(group, 0) for v in (keys, values))
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=causal(ctx, n)
+    )
+    return out[0].transpose(0, 1).reshape(n, -1)
 
 
 def forward(
@@ -177,7 +203,7 @@ def forward_bf16(
         if ctx is None:
             a = q[:, : s.attended]
         else:
-            a = attend(model, ctx, i, q.float(), stored).bfloat16()
+            a = attend_bf16(model, ctx, i, q)
         x = x + F.linear(a, wo)
         gu = F.linear(norm(x), wg)
         x = x + F.linear(F.silu(gu[:, 0::2]) * gu[:, 1::2], wd)
