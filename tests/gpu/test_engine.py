@@ -23,7 +23,13 @@ NEEDED = ("MEGADECODE_KERNELS", "MEGADECODE_MODEL", "MEGADECODE_ANSWERS")
 if missing := [name for name in NEEDED if name not in os.environ]:
     pytest.skip(f"not set: {', '.join(missing)}", allow_module_level=True)
 
-from megadecode import Engine, ParameterError, PromptError, SamplingParams  # noqa: E402
+from megadecode import (  # noqa: E402
+    DeviceUnavailable,
+    Engine,
+    ParameterError,
+    PromptError,
+    SamplingParams,
+)
 from tests.gpu.answers import first_difference  # noqa: E402
 
 BOUND = 0.15  # nats between the two likeliest tokens, below which bf16 may decide otherwise
@@ -149,6 +155,25 @@ def test_ping_and_speed(engine):
         f"ping {times[10] * 1e6:.0f} us; step: median {np.median(steps):.1f} us, "
         f"{np.percentile(steps, 99):.1f} us at the 99th percentile, over {len(steps)} steps"
     )
+
+
+@pytest.mark.parametrize("name", ["odd-768", "odd-960", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b"])
+def test_presets(name):
+    """Every shape: prompts around a chunk's end, the same bits twice, a text goes on after a cut."""
+    try:
+        engine = Engine(name, 1024, device="cuda", kernels=KERNELS)
+    except DeviceUnavailable as error:
+        pytest.skip(str(error))
+    with engine:
+        rng = np.random.default_rng(1)
+        for length in (1, 65, 300):
+            ids = rng.integers(0, engine.config.vocab, length).tolist()
+            whole = greedy(engine, ids, 24).result(60)
+            again = greedy(engine, ids + whole.token_ids[:7], 17).result(60)
+            assert again.token_ids == whole.token_ids[7:]
+            assert again.logprobs == whole.logprobs[7:]
+        with pytest.raises(PromptError, match="has no tokenizer; give the prompt as token ids"):
+            engine.submit("hello")
 
 
 STOPPED = """
