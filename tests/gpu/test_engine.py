@@ -159,7 +159,7 @@ def test_ping_and_speed(engine):
 
 @pytest.mark.parametrize("name", ["odd-768", "odd-960", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b"])
 def test_presets(name):
-    """Every shape: prompts around a chunk's end, the same bits twice, a text goes on after a cut."""
+    """Every shape: prompts around a chunk's end; a text that is cut goes on with the same bits."""
     try:
         engine = Engine(name, 1024, device="cuda", kernels=KERNELS)
     except DeviceUnavailable as error:
