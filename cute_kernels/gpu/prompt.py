@@ -19,13 +19,13 @@ from cute_kernels.gpu.board import WORD, Board, Desc
 from cute_kernels.gpu.core import arg, desc_word, note_phase
 from cute_kernels.gpu.gemm import plan_entry
 from cute_kernels.gpu.prompt_attention import attend, keys_written, produce_keys, write_keys
-from cute_kernels.gpu.prompt_plan import ROW_TILE
+from cute_kernels.gpu.prompt_plan import PARTS, ROW_TILE
 from cute_kernels.gpu.ring import produce, skip
 from cute_kernels.gpu.rows_gemm import Rows, add_parts, embed_residual, embed_rows, rows_gemm
 from cute_kernels.gpu.sync import ptx_read
 
 QKV, O, GU, DOWN = range(4)
-PARTS = ("embed", "qkv", "keys", "attention", "o", "gu", "down")  # what can be compiled alone
+KIND_OF = {"qkv": QKV, "o": O, "gu": GU, "down": DOWN}
 
 
 def chunk(k, rows, position):
@@ -81,6 +81,7 @@ def run_layers(
     """Consumer warps: phases [first, last) of a chunk. only: one of PARTS, to run nothing else.
     Returns the place in the ring."""
     c, side = k.c, barrier_side(k)
+    assert only in ("", *PARTS)
     if cutlass.const_expr(has(only, "embed")):
         if first == 0:
             embed_rows(k, p)
@@ -154,10 +155,12 @@ def produce_layers(
                 stage, parity, issued, landed, landed_parity = produce_keys(
                     k, p, phase >> 2, stage, parity, issued, landed, landed_parity
                 )
-        if cutlass.const_expr(only not in ("embed", "keys", "attention")):
-            at, stage, parity, issued, landed, landed_parity = produce(
-                k.ring, at, copies, n_bytes, stage, parity, issued, landed, landed_parity
-            )
+        if cutlass.const_expr(only != ""):
+            if phase & 3 != KIND_OF.get(only, -1):  # passed over
+                at, copies = at + Int64(copies * n_bytes), Int32(0)
+        at, stage, parity, issued, landed, landed_parity = produce(
+            k.ring, at, copies, n_bytes, stage, parity, issued, landed, landed_parity
+        )
         copies, n_bytes = more, more_bytes
     return stage, parity, issued, landed, landed_parity
 

@@ -21,8 +21,9 @@ from cute_kernels.gpu.attention import (
     NEG_INF,
     block_scores,
     block_values,
+    filled,
     quad_sum,
-    softmax_block,
+    softmax_half,
     sums_seen,
 )
 from cute_kernels.gpu.attention_plan import stages_per_block
@@ -162,7 +163,9 @@ def pair_mask(left):
 def attend_half(k, q, m, den, o, keys_at, values_at, place, live):
     """32 keys: one step of the running softmax."""
     tiles = mask_scores(k, block_scores(k, q, keys_at), place)
-    p = softmax_block(k, tiles, [True, True], m, den, o)
+    p = filled(16, 0.0)
+    for h in range(2):
+        softmax_half(k, tiles, h, True, p, m, den, o)
     block_values(k, o, p, values_at, value_masks(k, live))
 
 

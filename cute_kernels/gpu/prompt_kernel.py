@@ -25,7 +25,7 @@ def produce_all(k: cutlass.Constexpr, p: cutlass.Constexpr, first: Int32, last: 
 def make_prompt(c: Config, only: str = ""):
     """Returns (jit launcher, example arguments, launch geometry).
 
-    only: one of prompt.PARTS, or "" for the whole segment. Arguments: address of the table
+    only: one of prompt_plan.PARTS, or "" for the whole segment. Arguments: address of the table
     arguments.Arg; rows, position of the chunk; first and last + 1 phase (of a part: its own).
     """
 

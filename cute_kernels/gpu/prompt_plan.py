@@ -14,6 +14,7 @@ from cute_kernels.gpu.config import CHUNK, TILE, Config
 from cute_kernels.gpu.kv_layout import PAGE
 
 MAX_ROWS, ROW_TILE = 256, 16
+PARTS = ("embed", "qkv", "keys", "attention", "o", "gu", "down")  # each also a kernel of its own
 ROW_TILES = MAX_ROWS // ROW_TILE
 BLOCKS = MAX_ROWS // 8
 COLUMNS_BYTES = BLOCKS * 512  # 32 columns (a chunk of K) of all rows

@@ -48,7 +48,7 @@ def test_run_reads_standard_input_raw(model_path):
     ("words", "message"),
     [
         (("run", ""), "the prompt is empty; give at least one character, token or message"),
-        (("run", "--device", "cuda", "hi"), "device 'cuda' has no kernel in this release"),
+        (("run", "--device", "cuda", "--draft", "off", "hi"), "device 'cuda' cannot be used here"),
         (("run", "--max-new-tokens", "-3", "hi"), "max_new_tokens is -3"),
         (("run", "--ctx", "1", "hi"), "ctx is 1; it must be between 2 and 16777216"),
         (("run", "--model", "gpt-9", "hi"), "gpt-9"),

@@ -216,6 +216,7 @@ def same_as_decode(load, name):
                 [decode_step(tokens[mine].tolist(), first, s.layers, first=phase, last=phase + 1)]
             )
             theirs = pack.from_fragments(rig.act[to : to + n * 32].view(torch.int16))
+            assert bool((theirs != POISON).any()), part
             same = theirs[: mine.stop - first] == ours[mine].view(torch.int16)
             assert bool(same.all()), f"{part}, rows from {first}: {int((~same).sum())} differ"
 

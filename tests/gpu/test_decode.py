@@ -25,3 +25,13 @@ def test_step(built, rows):
     assert r["layer"] < 3e-3 and r["step"] < 2e-2  # rounded where the kernel rounds
     assert r["exact"] <= r["torch"]
     assert not [name for name, value in r.items() if value is False]
+
+
+@pytest.mark.parametrize("length", [1, 65, 300])
+def test_prompt_then_decode(built, length):
+    from tests.gpu.check_text import GAP, check
+
+    if not built[1].prompt:
+        pytest.skip("a kernel of matrices alone")
+    r = check(*built, length=length)
+    assert r["gap"] < GAP and r["logits"] < 3e-2 and r["chunks"], r
