@@ -51,11 +51,9 @@ def test_another_target_is_refused(model, tmp_path):
 def test_the_card_is_generated_from_the_record():
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     assert CARD.read_text(encoding="utf-8") == card(record)
-    assert record["drafter"] == load_drafter(FILE).config.to_dict() | {
-        key: list(value)
-        for key, value in load_drafter(FILE).config.to_dict().items()
-        if isinstance(value, tuple)
-    }
+    config = load_drafter(FILE).config
+    stored = json.loads(json.dumps(config.to_dict()))
+    assert record["drafter"] == stored | {"draft_tokens": len(config.draft_tokens)}
 
 
 def test_the_page_of_runs_is_generated_from_its_records():
