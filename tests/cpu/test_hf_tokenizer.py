@@ -39,6 +39,7 @@ CORPUS = [
     "hello world hello worlds HELLO World world's 1 22 333 4444 55555",
 ] * 3
 CONTROL = ["<|bos|>", "<|start|>", "<|end|>"]
+LONG = "supercalifragilistic"
 WORDS = ["<think>", "</think>"]  # added tokens that are text
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
@@ -53,7 +54,22 @@ LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
 def byte_level(pattern: str, normalizer: Any = None, bos: bool = False, whole: bool = False) -> Any:
-    made = Pipeline(models.BPE(ignore_merges=whole))
+    """Trained on text split at spaces only: the vocabulary has merges that no pattern here allows,
+    and one word that no merges lead to."""
+    made = Pipeline(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\s+\S+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(CORPUS, trainer)
+    data = json.loads(made.to_str())
+    data["model"]["vocab"]["Ġ" + LONG] = len(data["model"]["vocab"])
+    data["model"]["ignore_merges"] = whole
+    made = Pipeline.from_str(json.dumps(data))
     if normalizer is not None:
         made.normalizer = normalizer
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -63,9 +79,6 @@ def byte_level(pattern: str, normalizer: Any = None, bos: bool = False, whole: b
         ]
     )
     made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(CORPUS, trainer)
     return finish(made, bos)
 
 
@@ -149,7 +162,7 @@ def pair(request: pytest.FixtureRequest, written: Path) -> tuple[Tokenizer, Any]
 characters = st.characters(codec="utf-8")
 pieces = st.sampled_from(
     ["hello", " world", "'ll", "'S", "1234", " 5", "\n\n", "  ", "\t", "é", "é", "日本", "🎉",
-     "<think>", "</think>", "<thi", "…", " — ", "!?", "_x", "\r\n"]
+     "<think>", "</think>", "<thi", "…", " " + LONG, "12345", "they'll", "—", "!?", "_x", "\r\n"]
 )  # fmt: skip
 texts = st.lists(pieces | st.text(characters, max_size=4), max_size=10).map("".join)
 hostile = st.lists(
