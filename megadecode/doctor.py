@@ -158,7 +158,8 @@ def _gpu() -> Check:
         names, said = [], str(error).partition("\n")[0]
     else:
         said = "the driver shows no GPU"
-    return Check("CUDA device", bool(names), ", ".join(names) or said, needed=False)
+    found = f"{', '.join(names)}; used when asked for: device='cuda'" if names else said
+    return Check("CUDA device", bool(names), found, needed=False)
 
 
 def _gpu_names() -> list[str]:
