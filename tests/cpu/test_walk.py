@@ -12,12 +12,12 @@ from tree_cases import candidates as numpy_candidates
 from tree_cases import sharp
 
 from cute_kernels.cpu.tree import build_tree, child_with_token, make_frontier, make_tree
+from megadecode.training.corpus import loop_start
 from megadecode.training.evaluate import Text, candidates, evaluate, overall, score, truths
 from megadecode.training.noise import choose, noise_words
 from megadecode.training.walk import (
     accepted,
     policies,
-    repeats_itself,
     true_rows,
     walk,
 )
@@ -131,12 +131,6 @@ def test_walk_and_truth():
     assert truths(text, 3).tolist() == [[2, 3, -1], [3, -1, -1]]
 
 
-def test_a_loop_is_told_from_a_text():
-    assert repeats_itself(list(range(16)) * 3)
-    assert not repeats_itself(list(range(16)) * 2 + list(range(100, 140)))
-    assert repeats_itself([5] * 18) and not repeats_itself([5] * 17)
-
-
 def test_looping_texts_count_apart():
     drafter = td.drafter(CONFIG, seed=4)
     with engine() as plain:
@@ -149,7 +143,7 @@ def test_looping_texts_count_apart():
     found = evaluate(td.module(drafter), texts, features)
     every = found[0]
     assert (every["domain"], every["context"]) == (None, None)
-    loops = sum(repeats_itself(t.answer) for t in texts)
+    loops = sum(loop_start(t.answer) is not None for t in texts)
     assert loops >= 1
     assert every["texts"] == 4 - loops and every["looping"]["texts"] == loops
     assert overall(found).keys() == every["tau"].keys()
