@@ -50,6 +50,11 @@ def read_config(header: GgufHeader) -> ModelConfig:
             f"{header.path}: architecture {architecture!r} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
+    if (parts := header.metadata.get("split.count", 1)) != 1:
+        raise ModelError(
+            f"{header.path}: it is one of {parts} parts of a model; "
+            "join them with `llama-gguf-split --merge` first"
+        )
     keys = _Keys(header, f"{architecture}.")
     hidden, heads = keys.get("embedding_length", int), keys.get("attention.head_count", int)
     head_dim = keys.get("attention.key_length", int, hidden // max(heads, 1))

@@ -79,6 +79,10 @@ class FolderModel(StoredModel):
 def _match(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Canonical name -> its tensor in the files; nothing missing, nothing left over."""
     stored = _open_weights(folder)
+    if config.layers > len(stored):
+        raise ModelError(
+            f"{folder}: num_hidden_layers is {config.layers}, but there are {len(stored)} tensors"
+        )
     left = {name for name in stored if not name.endswith(_DERIVED)}
     sources: dict[str, StoredTensor] = {}
     for name, shape in tensor_shapes(config).items():

@@ -19,6 +19,7 @@ import transformers
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from hf_models import logits, transformers_model, write_folder
+from tiny_drafter import TARGET, drafter
 from tiny_gguf import quantized, write_gguf
 
 from megadecode import Engine, ModelConfig, SamplingParams
@@ -261,6 +262,21 @@ def test_engines(tmp_path: Path, name: str) -> None:
     clear = top[:, 0] - top[:, 1] > 1e-3 * expected.abs().max()
     assert clear.sum() > 40
     assert torch.equal(torch.tensor(result.token_ids)[clear], expected.argmax(1)[clear])
+
+
+def test_speculation_on_a_target_with_biases_and_norms() -> None:
+    """The drafter's head norms and the target's are two things: tokens are those of plain decoding,
+    bit for bit, and its drafts are its own."""
+    shape = replace(TARGET, qkv_bias=True, qk_norm=True, rope_scaling=Yarn(4.0, 64))
+    model, prompt = random_model(shape, seed=5), TOKENS[:70].tolist()
+    params = SamplingParams(max_new_tokens=120, temperature=1.5, seed=3, ignore_eos=True)
+    options: dict[str, Any] = dict(ctx=512, slots=4, workers=2)
+    with Engine(model, draft="off", **options) as engine:
+        plain = engine.submit(prompt, params).result(60)
+    with Engine(model, draft=drafter(), budget=20, **options) as engine:
+        drafted = engine.submit(prompt, params).result(60)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.logprobs == plain.logprobs
 
 
 def test_a_known_path_of_either_kind(tmp_path: Path) -> None:

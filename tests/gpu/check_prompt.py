@@ -190,7 +190,7 @@ def same_as_decode(load, name):
     rows, layer, c = 200, 1, matrices(name)
     case, model = case_of(name, 256), model_of(name)
     s = case.shape
-    rig = Rig(load(f"matrices-{name}"), c, model, None, model.packed())
+    rig = Rig(load(f"matrices-{name}"), c, model.packed())
     tokens = case.tokens[:rows]
     sources = {  # kernel's column order on both sides: q is the raw buffer
         "qkv": ("x", 2 * rig.b.bytes + rig.b.x, "q", rig.b.q, s.hidden, s.qkv),

@@ -39,7 +39,7 @@ def check(kernel: Kernel, c, model: Model, packed: dict, length: int) -> dict:
     prompt = torch.randint(s.vocab, (length,), generator=model.gen, device="cuda").tolist()
 
     def run(chunk: int) -> tuple[Rig, np.ndarray]:
-        rig = Rig(kernel, c, model, Context(s, 0, length + NEW, 5), packed)
+        rig = Rig(kernel, c, packed, Context(s, 0, length + NEW, 5))
         rig.tokens[:length] = torch.tensor(prompt, dtype=torch.int32, device="cuda")
         return rig, rig.run(script(prompt, s.layers, NEW, chunk))[-NEW:, 0]
 

@@ -58,6 +58,7 @@ def timed() -> dict[str, Config]:
     for name in ("smollm2-135m", "llama-3.2-1b"):
         out[f"timed-matrices-{name}"] = product(name, attention=False, prompt=False)
         out[f"timed-{name}"] = product(name)
+        out[f"timed-{name}-noprobe"] = product(name, probe_from=9)
         out[f"timed-{name}-phases"] = product(name, timing=True)
     return out
 

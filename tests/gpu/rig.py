@@ -11,20 +11,19 @@ from cute_kernels.gpu.load import Kernel
 from cute_kernels.gpu.prompt_plan import PromptBuffers
 from cute_kernels.gpu.script import RECORD
 from cute_kernels.gpu.tiles import Buffers
-from tests.gpu.model import Context, Model, column_order
+from tests.gpu.model import Context, column_order
 
 
 class Rig:
     """Runs scripts; keeps the device state from launch to launch, as the engine does."""
 
     def __init__(
-        self, kernel: Kernel, c: Config, model: Model, ctx: Context | None = None,
-        packed: dict[str, torch.Tensor] | None = None, first: int = 0,
+        self, kernel: Kernel, c: Config, packed: dict[str, torch.Tensor],
+        ctx: Context | None = None, first: int = 0,
     ) -> None:  # fmt: skip
-        """first: the tag and the counters begin here."""
-        self.kernel, self.c, self.model, self.ctx = kernel, c, model, ctx
+        """packed: of a Model. first: the tag and the counters begin here."""
+        self.kernel, self.c, self.held, self.ctx = kernel, c, packed, ctx
         self.b, s = Buffers.of(c), c.shape
-        self.held = packed or model.packed(c)
         self.act = torch.empty(self.b.bytes * COPIES, dtype=torch.uint8, device="cuda")
         self.logits = torch.empty(16, c.logit_stride, device="cuda")
         self.board = torch.zeros(WORDS, dtype=torch.int32, device="cuda")

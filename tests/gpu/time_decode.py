@@ -32,19 +32,21 @@ def step_us(rig: Rig, rows: int, rounds: int = 3) -> float:
 
 
 def main(folder: pathlib.Path, names: list[str]) -> None:
+    packed: dict[tuple, dict] = {}
     for name, c in timed().items():
         if (names and name not in names) or not (folder / f"{name}.json").exists():
             continue
-        model = Model(c.shape, seed=3)
+        key = (c.shape, c.attention)
+        if key not in packed:
+            packed = {key: Model(c.shape, seed=3).packed(c)}
         ctx = Context(c.shape, POSITION, 128, 4) if c.attention else None
-        rig = Rig(Kernel.read(folder / name), c, model, ctx)
+        rig = Rig(Kernel.read(folder / name), c, packed[key], ctx)
         us = {rows: step_us(rig, rows) for rows in ROWS}
         rate = step_bytes(c) / us[1] / 1e6
         print(f"{name:32s}", {n: round(v, 1) for n, v in us.items()}, f"us; {rate:.2f} TB/s at 1")
         if c.timing:
+            step_us(rig, 1)
             print(phases(rig), flush=True)
-        del rig, model, ctx
-        torch.cuda.empty_cache()
 
 
 def phases(rig: Rig) -> str:
