@@ -187,6 +187,7 @@ def test_two_threads_park_and_submit(kernel, alone):
         def park():
             while not stop.is_set():
                 rig.link.park()
+                time.sleep(0.0003)  # the link's lock is not fair
 
         thread = threading.Thread(target=park)
         thread.start()
