@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as Pipeline
 
 from megadecode.errors import ModelError
-from megadecode.models.hf_config import read_json
+from megadecode.models.files import read_json
 from megadecode.models.tokenizer import (
     Marks,
     Tokenizer,
