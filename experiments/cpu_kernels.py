@@ -15,19 +15,15 @@ import argparse
 import json
 import os
 import platform
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from cute_kernels.cpu import attention, pack, phases
-from cute_kernels.cpu.simd import I64, VEC, fma, load_vector, loop, pointer
+from cute_kernels.cpu.machine import Machine, on_threads
 from cute_kernels.cpu.state import PAGE, make_batch
 from experiments.provenance import provenance
 from host.atomics import cpu_relax, fetch_add, load_acquire, now_ns, yield_core
@@ -39,59 +35,6 @@ SMOL = ModelConfig(
     vocab=49152, context_tokens=8192, rope_theta=100000.0,
 )  # fmt: skip
 NAMES = ("embed", "qkv", "attend", "merge", "out_proj", "gate_up", "down", "head")
-_CHAINS = 24
-
-
-@intrinsic
-def _fma_chains(typingctx, ptr, count):
-    """`count` rounds of fused multiply-adds on independent registers; the sum of all."""
-
-    def codegen(context, builder, signature, args):
-        a, b = load_vector(builder, args[0]), load_vector(builder, args[0])
-        chains = [ir.Constant(VEC, [float(i)] * 16) for i in range(_CHAINS)]
-
-        def body(builder, k, carried):
-            return [fma(builder, a, b, value) for value in carried]
-
-        chains = loop(builder, ir.Constant(I64, 0), args[1], 1, chains, body)
-        total = chains[0]
-        for value in chains[1:]:
-            total = builder.fadd(total, value)
-        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
-
-    return types.float32(ptr, types.int64), codegen
-
-
-@intrinsic
-def _read(typingctx, ptr, vectors):
-    """Read `vectors` vectors (a multiple of 16); a value that depends on all of them."""
-
-    def codegen(context, builder, signature, args):
-        start = [ir.Constant(VEC, [0.0] * 16)] * 4
-
-        def body(builder, k, carried):
-            sums = list(carried)
-            for i in range(16):
-                at = builder.mul(builder.add(k, ir.Constant(I64, i)), ir.Constant(I64, 16))
-                value = load_vector(builder, builder.gep(args[0], [at]))
-                sums[i % 4] = builder.fadd(sums[i % 4], value)
-            return sums
-
-        sums = loop(builder, ir.Constant(I64, 0), args[1], 16, start, body)
-        total = builder.fadd(builder.fadd(sums[0], sums[1]), builder.fadd(sums[2], sums[3]))
-        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
-
-    return types.float32(ptr, types.int64), codegen
-
-
-@jit
-def _spin_fma(values, rounds):
-    return _fma_chains(pointer(values, 0), rounds)
-
-
-@jit
-def _read_slice(values, first, vectors):
-    return _read(pointer(values, first), vectors)
 
 
 @jit
@@ -143,50 +86,6 @@ def _run_steps(worker, workers, dims, weights, kv, batch, acts, counters, sync, 
                 end = now_ns()
                 spent[step, phase] += end - start
                 start = end
-
-
-def on_threads(workers: int, work: Callable[[int], Any]) -> float:
-    """Run `work(worker)` on that many threads; seconds from a common start to the last end."""
-    gate = threading.Barrier(workers)
-    ends, starts = [0.0] * workers, [0.0] * workers
-
-    def body(worker: int) -> None:
-        gate.wait()
-        starts[worker] = time.perf_counter()
-        work(worker)
-        ends[worker] = time.perf_counter()
-
-    team = [threading.Thread(target=body, args=(i,)) for i in range(workers)]
-    for thread in team:
-        thread.start()
-    for thread in team:
-        thread.join()
-    return max(ends) - min(starts)
-
-
-class Machine:
-    """Best figures seen for the machine itself."""
-
-    def __init__(self, workers: int, megabytes: int = 512) -> None:
-        self.workers = workers
-        self.values = pack.allocate(megabytes << 20).view(np.float32)
-        self.values[:] = 1e-3
-        self.gb_per_s = self.gflop_per_s = 0.0
-        _spin_fma(self.values, 1)
-        _read_slice(self.values, 0, 16)
-
-    def measure(self) -> tuple[float, float]:
-        """GB/s read and GFLOP/s of now; the best so far are kept."""
-        rounds, share = 1_000_000, self.values.size // self.workers // 256 * 256
-        seconds = on_threads(self.workers, lambda w: _spin_fma(self.values, rounds))
-        flops = self.workers * rounds * _CHAINS * 32 / seconds / 1e9
-        seconds = min(
-            on_threads(self.workers, lambda w: _read_slice(self.values, w * share, share // 16))
-            for _ in range(3)
-        )
-        read = self.workers * share * 4 / seconds / 1e9
-        self.gb_per_s, self.gflop_per_s = max(self.gb_per_s, read), max(self.gflop_per_s, flops)
-        return read, flops
 
 
 class Bench:
@@ -293,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rates = []
         for _ in range(options.rounds):
             for rows in options.rows:
-                rates.append(machine.measure())
+                rates.append((machine.measure_read(), machine.measure_fma()))
                 samples[rows].append(bench.run(rows, 8 if rows <= 16 else 1))
         read, flop = machine.gb_per_s, machine.gflop_per_s
         now = np.median([r[0] for r in rates]), np.median([r[1] for r in rates])

@@ -20,6 +20,7 @@ class CpuDevice:
     """
 
     name = "cpu"
+    worker_name = "worker"
 
     def __init__(
         self,
@@ -64,6 +65,10 @@ class CpuDevice:
         """Start the loop. The caller has set the state to RUNNING and launches once per park."""
         for semaphore in self._go:
             semaphore.release()
+
+    def failure(self) -> str:
+        """Nothing but its own words can tell what became of this device."""
+        return ""
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """End the threads, which must be on their way out of `entry`; whether all of them ended."""

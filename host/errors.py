@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 
-class DeviceError(RuntimeError):
+class MegadecodeError(Exception):
+    """Base of every error this project raises on purpose."""
+
+
+class DeviceError(MegadecodeError, RuntimeError):
     """The device cannot be used; the engine that owns it has to be closed."""
 
 
@@ -11,5 +15,5 @@ class DeviceHung(DeviceError):
     """A wait on the device outlived its deadline; the message says where and who was missing."""
 
 
-class QueueFull(RuntimeError):
+class QueueFull(MegadecodeError, RuntimeError):
     """There is no room for another request now. Try again after one has finished."""

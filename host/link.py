@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
 from host.errors import DeviceError, DeviceHung, QueueFull
-from host.pool import BlockPool
+from host.inflight import InFlight
+from host.pool import blocks_needed, write_blocks
 from host.ring import (
     FULL,
     make_staging,
@@ -29,18 +31,9 @@ from host.ring import (
     wait_take,
     write_word,
 )
-from host.sink import Device, Nobody, Sink
-from host.watch import Watch
-from host.wire import (
-    BLOCK_BYTES,
-    Command,
-    CompletionKind,
-    FinishReason,
-    RequestKind,
-    State,
-    Wire,
-    Word,
-)
+from host.sink import Device, Sink
+from host.watch import Watch, describe_fault, describe_silence
+from host.wire import BLOCK_BYTES, Command, CompletionKind, RequestKind, State, Wire, Word
 
 _POLL_US = 20_000
 
@@ -55,13 +48,7 @@ class Link:
         self.device = device
         self.deadline_s = deadline_s
         self.launches = 0
-        self._inflight: dict[int, tuple[Sink, int, int]] = {}  # id -> sink, first block, blocks
-        self._copied: set[int] = set()  # their pool blocks are free again
-        self._max_inflight = len(wire.abort) // 2
-        self._handles = list(range(self._max_inflight - 1, -1, -1))
-        self._generation = [0] * self._max_inflight
-        self._aborted: set[int] = set()
-        self._pool = BlockPool(len(wire.params))
+        self._inflight = InFlight(len(wire.abort) // 2, len(wire.params))
         self._pings: dict[int, threading.Event] = {}
         self._next_ping = -1
         self._request_tail = self._abort_tail = self._head = first_sequence
@@ -98,27 +85,16 @@ class Link:
         """
         self._check_process()
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        biases = int(params["bias_count"])
-        blocks = 1 + -(-4 * (len(prompt) + 2 * biases) // BLOCK_BYTES)
+        blocks = blocks_needed(len(prompt), int(params["bias_count"]))
         with self._changed:
             while True:
                 self._check_usable()
-                first = self._pool.allocate(blocks) if self._handles else None
-                if first is not None:
+                opened = self._inflight.open(sink, blocks)
+                if opened is not None:
                     break
                 self._wait_for_room(end, blocks)
-            handle = self._handles.pop()
-            self._generation[handle] += 1
-            request_id = self._generation[handle] * self._max_inflight + handle
-            self.wire.params[first] = params
-            word = (first + 1) * BLOCK_BYTES // 4
-            self.wire.pool[word : word + len(prompt)] = prompt
-            if bias is not None:
-                word += len(prompt)
-                self.wire.pool[word : word + biases] = bias[0]
-                self.wire.pool_floats[word + biases : word + 2 * biases] = bias[1]
-            self._inflight[request_id] = (sink, first, blocks)
-            sink.request_id = request_id
+            request_id, first = opened
+            write_blocks(self.wire, first, params, prompt, bias)
             tail = self._request_tail
             try:
                 self._push(
@@ -127,9 +103,8 @@ class Link:
             except BaseException:
                 if self._is_pushed(tail, request_id):  # an interrupt came right behind the push
                     self.abort(request_id)
-                elif self._inflight.pop(request_id, None) is not None:
-                    self._handles.append(handle)
-                    self._pool.release(first, blocks)
+                else:
+                    self._inflight.withdraw(request_id)
                 raise
             return request_id
 
@@ -137,9 +112,10 @@ class Link:
         """Ask the device to end a request; its terminal entry comes all the same. Idempotent."""
         self._check_process()
         with self._changed:
-            if request_id not in self._inflight or request_id in self._aborted or self._lost:
+            book = self._inflight
+            if request_id not in book or request_id in book.aborted or self._lost:
                 return
-            self._aborted.add(request_id)
+            book.aborted.add(request_id)
             push_abort(self.wire, self._abort_tail, request_id)
             self._abort_tail += 1
             self._wake_device()
@@ -179,7 +155,7 @@ class Link:
     def free_blocks(self) -> int:
         """Pool blocks not in use."""
         with self._lock:
-            return self._pool.free
+            return self._inflight.pool.free
 
     # -- park and shutdown ------------------------------------------------------------------------
 
@@ -260,7 +236,7 @@ class Link:
 
     def _end_all(self, timeout_s: float) -> None:
         """Abort, wait until every request has ended, shut down; the lock is held."""
-        for request_id in list(self._inflight):
+        for request_id in self._inflight.ids():
             self.abort(request_id)
         end = time.monotonic() + timeout_s
         while self._inflight and self._lost is None and time.monotonic() < end:
@@ -287,8 +263,8 @@ class Link:
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
             why = (
-                f"all {self._max_inflight} places for requests in flight are taken"
-                if not self._handles
+                f"all {self._inflight.most} places for requests in flight are taken"
+                if not self._inflight.handles
                 else f"the request pool has no room for {blocks * BLOCK_BYTES} bytes of prompt"
             )
             raise QueueFull(f"{why}; try again when a request has finished")
@@ -380,7 +356,8 @@ class Link:
 
     def _poll_until_closed(self) -> None:
         staging = make_staging(256)
-        watch = Watch(self.deadline_s)
+        watch, control = Watch(self.deadline_s), self.wire.control
+        silence = partial(describe_silence, control, self.device)
         while True:
             with self._changed:
                 while not self._closed and (
@@ -397,90 +374,26 @@ class Link:
                     self._dispatch(entry)
                 if taken:
                     self._changed.notify_all()
-                error = self._fault() or watch.look(self.wire.control, self._where)
+                error = self._fault() or watch.look(control, silence)
                 if error is not None and self._lost is None:
                     self._lose(error)
 
     def _dispatch(self, entry: np.void) -> None:
-        request_id, kind = int(entry["request_id"]), int(entry["kind"])
-        if kind == CompletionKind.PONG:
-            self._pings.pop(request_id).set()
-            return
-        if self._lost is not None:
-            return
-        sink, first, blocks = self._inflight[request_id]
-        if kind == CompletionKind.TOKENS:
-            pairs = int(entry["pairs"])
-            try:
-                sink.on_pairs(
-                    entry["token"][:pairs].tolist(),
-                    entry["logprob"][:pairs].tolist(),
-                    int(entry["accepted"]),
-                    int(entry["step"]),
-                    int(entry["stamp_ns"]),
-                )
-            except Exception as error:
-                self._drop_sink(request_id, error)
-        elif kind == CompletionKind.COPIED:
-            self._copied.add(request_id)
-            self._pool.release(first, blocks)
-        elif kind == CompletionKind.TERMINAL:
-            del self._inflight[request_id]
-            if request_id in self._copied:
-                self._copied.remove(request_id)
-            else:  # ended before its prompt was copied
-                self._pool.release(first, blocks)
-            self._aborted.discard(request_id)
-            self._handles.append(request_id % self._max_inflight)
-            try:
-                sink.on_end(
-                    FinishReason(int(entry["reason"])),
-                    entry["token"].tolist(),
-                    int(entry["stamp_ns"]),
-                )
-            except Exception as error:
-                sink.on_lost(DeviceError(f"the request's reader failed: {error!r}"))
-
-    def _drop_sink(self, request_id: int, error: Exception) -> None:
-        """One request's reader failed: it alone ends with an error; the engine goes on."""
-        sink, first, blocks = self._inflight[request_id]
-        self._inflight[request_id] = (Nobody(), first, blocks)
-        sink.on_lost(DeviceError(f"the request's reader failed: {error!r}"))
-        self.abort(request_id)
+        if int(entry["kind"]) == CompletionKind.PONG:
+            self._pings.pop(int(entry["request_id"])).set()
+        elif self._lost is None:
+            failed = self._inflight.take(entry)
+            if failed is not None:
+                self.abort(failed)
 
     def _fault(self) -> DeviceError | None:
         if self.state() != State.FAULT:
             return None
-        if self.device.crash is not None:
-            return DeviceError(f"the device's loop ended with {self.device.crash!r}")
-        control = self.wire.control
-        operation = int(control[Word.FAULT_OPERATION])
-        mask = int(control[Word.FAULT_WORKERS])
-        missing = [w for w in range(self.device.workers) if mask >> w & 1]
-        return DeviceHung(
-            f"the device hung in phase {self.device.operations[operation]}: "
-            f"worker {', '.join(map(str, missing))} of {self.device.workers} did not arrive "
-            f"within the deadline"
-        )
-
-    def _where(self) -> str:
-        """What each worker is doing, from its phase word."""
-        words = [
-            int(read_word(self.wire.control, Word.PHASE + 8 * w))
-            for w in range(self.device.workers)
-        ]
-        names = self.device.operations
-        return ", ".join(
-            f"worker {w} "
-            + ("outside" if not at else f"{'in' if at > 0 else 'after'} {names[abs(at) - 1]}")
-            for w, at in enumerate(words)
-        )
+        return describe_fault(self.wire.control, self.device)
 
     def _lose(self, error: DeviceError) -> None:
         self._lost = error
-        for sink, _, _ in self._inflight.values():
-            sink.on_lost(error)
-        self._inflight.clear()
+        self._inflight.lose(error)
         for answered in self._pings.values():
             answered.set()
         self._pings.clear()

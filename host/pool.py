@@ -1,6 +1,32 @@
-"""The host's book of the request pool: which blocks are free."""
+"""The host's book of the request pool: which blocks are free, and what a request puts in them."""
 
 from __future__ import annotations
+
+import numpy as np
+
+from host.wire import BLOCK_BYTES, Wire
+
+
+def blocks_needed(prompt_tokens: int, biases: int) -> int:
+    """Blocks of a request: its parameters, then prompt and biases."""
+    return 1 + -(-4 * (prompt_tokens + 2 * biases) // BLOCK_BYTES)
+
+
+def write_blocks(
+    wire: Wire,
+    first: int,
+    params: np.void,
+    prompt: np.ndarray,
+    bias: tuple[np.ndarray, np.ndarray] | None,
+) -> None:
+    """Fill a request's blocks, from `first` on; see `wire.PARAMS`."""
+    wire.params[first] = params
+    word = (first + 1) * BLOCK_BYTES // 4
+    wire.pool[word : word + len(prompt)] = prompt
+    if bias is not None:
+        word, biases = word + len(prompt), len(bias[0])
+        wire.pool[word : word + biases] = bias[0]
+        wire.pool_floats[word + biases : word + 2 * biases] = bias[1]
 
 
 class BlockPool:

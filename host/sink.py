@@ -30,9 +30,12 @@ class Device(Protocol):
 
     operations: tuple[str, ...]
     workers: int
+    worker_name: str
     crash: BaseException | None
 
     def launch(self) -> None: ...
+
+    def failure(self) -> str: ...
 
     def close(self, timeout_s: float = 5.0) -> bool: ...
 

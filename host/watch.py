@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from host.errors import DeviceHung
+from host.errors import DeviceError, DeviceHung
 from host.ring import read_word
+from host.sink import Device
 from host.wire import State, Word
 
 _LARGEST_STEP_S = 0.05
@@ -39,3 +40,31 @@ class Watch:
         if self._still_s < self.deadline_s:
             return None
         return DeviceHung(f"the device showed no sign of life for {self.deadline_s:g} s: {where()}")
+
+
+def describe_fault(control: np.ndarray, device: Device) -> DeviceError:
+    """What a device in the state FAULT has to say."""
+    if device.crash is not None:
+        return DeviceError(f"the device's loop ended with {device.crash!r}")
+    at, who = int(control[Word.FAULT_OPERATION]), device.worker_name
+    masks = control[Word.FAULT_WORKERS :]
+    missing = [str(w) for w in range(device.workers) if int(masks[w // 64]) >> w % 64 & 1]
+    where = f"in phase {device.operations[at]}" if at >= 0 else "before the first phase of a step"
+    return DeviceHung(
+        f"the device hung {where}: {who} {', '.join(missing)} of {device.workers} did not arrive "
+        f"within the deadline"
+    )
+
+
+def describe_silence(control: np.ndarray, device: Device) -> str:
+    """Where each worker of a silent device is, from its phase word; what the driver says, if it is
+    one that can tell."""
+    names, who = device.operations, device.worker_name
+    places: dict[str, list[str]] = {}
+    for w in range(device.workers):
+        at = int(read_word(control, Word.PHASE + 8 * w))
+        place = "outside" if not at else f"{'in' if at > 0 else 'after'} {names[abs(at) - 1]}"
+        places.setdefault(place, []).append(str(w))
+    found = ", ".join(f"{who} {' '.join(ws)} {place}" for place, ws in places.items())
+    failure = device.failure()
+    return f"{found}; the driver reports {failure}" if failure else found

@@ -17,6 +17,7 @@ Everything a device needs to find its way is here; offsets come from the dtypes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -162,8 +163,8 @@ class Word(IntEnum):
     FREE_PAGES = 37
     FREE_SLOTS = 38
     PENDING = 39
-    FAULT_OPERATION = 40  # line 5, device: where a wait ran out, as an index into the program
-    FAULT_WORKERS = 41  # bit mask of the workers that had not arrived
+    FAULT_OPERATION = 40  # line 5, device: where a wait ran out: index into the program, or -1
+    FAULT_WORKERS = 41  # four words: bit mask of the workers that had not arrived
     PHASE = 64  # from line 8 on, one line a worker: 1 + index of the operation it is in, 0 outside
 
 
@@ -187,8 +188,8 @@ def step_worst_case(slots: int, tokens_per_step: int, alternatives: int = 0) -> 
     return slots * (-(-tokens_per_step * (1 + alternatives) // PAIRS) + 1) + 1
 
 
-def _lines(words: int) -> np.ndarray:
-    """Zeroed int64 words that start on a 64-byte line."""
+def zeroed_lines(words: int) -> np.ndarray:
+    """Zeroed int64 words of ordinary memory that start on a 64-byte line."""
     raw = np.zeros(words + 8, np.int64)
     skip = (-raw.ctypes.data % 64) // 8
     return raw[skip : skip + words]
@@ -206,8 +207,10 @@ def make_wire(
     completion_entries: int = 1024,
     pool_bytes: int | None = None,
     first_sequence: int = 0,
+    allocate: Callable[[int], np.ndarray] = zeroed_lines,
 ) -> Wire:
     """Allocate a wire; ring counters start at `first_sequence` (tests start them near a wrap).
+    `allocate(words)` gives zeroed int64 words on 64-byte lines, in memory the device can reach.
 
     Raises ValueError when a ring is no power of two, when the completion ring cannot hold two
     steps' worst case, or when the pool cannot hold one prompt of `ctx` tokens.
@@ -233,10 +236,10 @@ def make_wire(
             f"pool_bytes is {pool_bytes}; one prompt of ctx={ctx} tokens needs "
             f"{one_prompt + BLOCK_BYTES}"
         )
-    control = _lines(Word.PHASE + 8 * workers)
-    request_words = _lines(request_entries * ENTRY_WORDS)
-    completion_words = _lines(completion_entries * ENTRY_WORDS)
-    pool = _lines(pool_bytes // BLOCK_BYTES * BLOCK_BYTES // 8)
+    control = allocate(Word.PHASE + 8 * workers)
+    request_words = allocate(request_entries * ENTRY_WORDS)
+    completion_words = allocate(completion_entries * ENTRY_WORDS)
+    pool = allocate(pool_bytes // BLOCK_BYTES * BLOCK_BYTES // 8)
     for word in (Word.ABORT_TAIL, Word.COMPLETION_HEAD, Word.REQUEST_HEAD, Word.ABORT_HEAD):
         control[word] = first_sequence
     # No entry may look valid for a counter value that has not been written yet.
@@ -248,7 +251,7 @@ def make_wire(
         request_words=request_words,
         completion=completion_words.view(COMPLETION),
         completion_words=completion_words,
-        abort=_lines(2 * max_inflight),
+        abort=allocate(2 * max_inflight),
         pool=pool.view(np.int32),
         pool_floats=pool.view(np.float32),
         params=pool.view(PARAMS),

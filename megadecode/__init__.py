@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from host.errors import DeviceError, DeviceHung, QueueFull
 from megadecode.config import ModelConfig
 from megadecode.engine import Engine, EngineStats
 from megadecode.errors import (
+    DeviceError,
+    DeviceHung,
     DeviceUnavailable,
     MegadecodeError,
     ModelError,
     ParameterError,
     PromptError,
+    QueueFull,
 )
 from megadecode.request import Chunk, Generation, Request, Stats
 from megadecode.run import run

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megadecode.rope import DynamicNtk, FrequencyFactors, RopeScaling, rotation_table
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer of the Llama family.
+    """Shape of a decoder-only transformer of the Llama or Qwen family.
 
-    Sizes are in elements; `rope_theta` is the base of the rotary frequencies; `rms_eps` is added to
-    the mean square before the root.
-    `context_tokens` is the length the model was trained for (positions), not a limit of the engine.
+    Sizes are in elements; `rope_theta` is the base of the rotary frequencies and `rope_scaling` how
+    they are changed for longer contexts; `rms_eps` is added to the mean square before the root.
+    `context_tokens` is the length the model is meant for (positions), its scaling included; not a
+    limit of the engine.
+    `qkv_bias`: the query, key and value projections have a bias (Qwen2). `qk_norm`: every query and
+    key head goes through an RMSNorm over `head_dim` elements before its rotation (Qwen3).
     `stop_ids` are the token ids at which generation ends unless the request says otherwise.
     """
 
@@ -28,6 +36,9 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rms_eps: float = 1e-5
     tied_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
     bos_id: int | None = None
     stop_ids: tuple[int, ...] = field(default=())
 
@@ -51,6 +62,16 @@ class ModelConfig:
             raise ValueError(self._wrong(f"rope_theta is {self.rope_theta}; it must be positive"))
         if not (math.isfinite(self.rms_eps) and self.rms_eps >= 0):
             raise ValueError(self._wrong(f"rms_eps is {self.rms_eps}; it must not be negative"))
+        scaling = self.rope_scaling
+        if scaling is not None and not isinstance(scaling, RopeScaling):
+            raise ValueError(self._wrong(f"rope_scaling is {scaling!r}; it must be a RopeScaling"))
+        if isinstance(scaling, FrequencyFactors) and len(scaling.divisors) * 2 != self.head_dim:
+            raise ValueError(
+                self._wrong(
+                    f"{len(scaling.divisors)} rope factors; head_dim {self.head_dim} needs "
+                    f"{self.head_dim // 2}"
+                )
+            )
         for token in self.stop_ids if self.bos_id is None else (self.bos_id, *self.stop_ids):
             if not 0 <= token < self.vocab:
                 raise ValueError(
@@ -59,6 +80,26 @@ class ModelConfig:
 
     def _wrong(self, what: str) -> str:
         return f"model {self.name!r}: {what}"
+
+    def for_context(self, ctx: int) -> ModelConfig:
+        """This model in an engine of `ctx` positions: dynamic NTK scaling becomes a fixed base.
+
+        Decoded text then keeps one arithmetic at any length, where other engines change the base
+        under keys that are already cached.
+        """
+        scaling = self.rope_scaling
+        if not isinstance(scaling, DynamicNtk):
+            return self
+        return replace(
+            self,
+            rope_theta=scaling.base(self.rope_theta, self.head_dim, ctx),
+            rope_scaling=None,
+            context_tokens=max(ctx, self.context_tokens),
+        )
+
+    def rotations(self, positions: int) -> NDArray[np.float64]:
+        """[positions, 2, head_dim / 2]: cosines, then sines, the scaling's multiplier in them."""
+        return rotation_table(self.head_dim, self.rope_theta, self.rope_scaling, positions)
 
     @property
     def group(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from cute_kernels.cpu import loop
 from cute_kernels.cpu.draft import Draft
 from cute_kernels.cpu.draft_pack import pack_drafter
+from cute_kernels.cpu.machine import Machine
 from cute_kernels.cpu.pack import (
     allocate_acts,
     allocate_kv,
@@ -26,21 +28,34 @@ from cute_kernels.cpu.state import PAGE, Model, make_batch
 from cute_kernels.cpu.team import make_sync
 from cute_kernels.cpu.topk import make_workspace
 from cute_kernels.cpu.tree import make_frontier, make_tree
-from cute_kernels.plan import ONCE, PHASES, program
+from cute_kernels.plan import ONCE, PHASES, Shape, program
 from host.atomics import LINE
 from host.cpu import CpuDevice
 from host.link import Link
 from host.wire import MAX_ALTERNATIVES, Wire, make_wire
 from megadecode.config import ModelConfig
+from megadecode.device import AUTO_BUDGET, Settings, Start, Tensors
 from megadecode.drafter.io import Drafter
 from megadecode.errors import ModelError, ParameterError
+from megadecode.options import choice, device_options
+from megadecode.sampling import SamplingParams
+from megadecode.trace import PhaseFigures, phase_figures
 
-MAX_SLOTS = 16
 MAX_WORKERS = 16
 DECODE_ROWS = 256
 CHUNK_ROWS = 256
 WEIGHT_TYPES = ("fp32", "bf16")
 NO_ROWS = np.zeros(0, np.int64)
+OPTIONS = {
+    "workers": (1, MAX_WORKERS),
+    "decode_rows": (1, 256),
+    "max_inflight": (1, 2**20),
+    "completion_entries": (1, 2**24),
+    "request_entries": (1, 2**24),
+    "pool_bytes": (1, 2**40),
+    "first_sequence": (0, 2**62),
+}
+"""What `Engine` passes on to this device, and its ranges."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,14 @@ class CpuParts:
     loop: loop.Loop
     target: Model
     drafter: Model
+    weights: str
+    taps: int  # 0: there is no drafter
+    workers: int
+    _machine: Machine | None = None
+
+    @property
+    def reserve_rows(self) -> int:
+        return self.loop.limits.reserve_rows
 
     @property
     def wire(self) -> Wire:
@@ -90,6 +113,25 @@ class CpuParts:
     @property
     def trace(self) -> np.ndarray:
         return self.loop.trace
+
+    def refuse(self, params: SamplingParams) -> None:
+        """Everything there is to ask for can be had."""
+
+    def figures(self, *, reset: bool) -> list[PhaseFigures]:
+        """From the loop's own counters; the drafter's phases against the drafter's sizes."""
+        counters = self.loop.trace
+        drafter = Shape(*self.drafter.dims, taps=self.taps) if self.taps else None
+        item_bytes = 2 if self.weights == "bf16" else 4
+        figures = phase_figures(counters.copy(), Shape(*self.target.dims), item_bytes, drafter)
+        if reset:
+            counters[:] = 0
+        return figures
+
+    def read_gb_per_s(self) -> float:
+        """With as many threads as the loop has, from an array far larger than the caches."""
+        if self._machine is None:
+            self._machine = Machine(self.workers)
+        return self._machine.measure_read()
 
 
 def default_workers() -> int:
@@ -107,17 +149,33 @@ def operation_names(operations: np.ndarray) -> list[str]:
     ]
 
 
+def prepare(settings: Settings, options: Mapping[str, Any]) -> Start:
+    """See `megadecode.device.prepare`."""
+    o = settings
+    chosen = CpuOptions(
+        ctx=o.ctx,
+        slots=o.slots,
+        pages=o.pages,
+        weights=choice("weights", "fp32" if o.weights is None else o.weights, *WEIGHT_TYPES),
+        chunk_rows=CHUNK_ROWS if o.chunk_rows is None else o.chunk_rows,
+        park_after_s=o.park_after_s,
+        budget=AUTO if o.budget == AUTO_BUDGET else o.budget,
+        chain=o.chain,
+        **({"workers": default_workers()} | device_options(options, OPTIONS)),
+    )
+    return lambda config, get, drafter: start(config, get, chosen, drafter)
+
+
 def start(
-    config: ModelConfig,
-    get: Callable[[str], np.ndarray],
-    options: CpuOptions,
-    drafter: Drafter | None = None,
+    config: ModelConfig, get: Tensors, options: CpuOptions, drafter: Drafter | None = None
 ) -> CpuParts:
     """Pack the weights, allocate everything and make the link; the loop starts with the first
     request. `get(name)` gives fp32 tensors by canonical name.
 
-    Raises ModelError for a shape the device has no kernel for, ParameterError when memory is short.
+    Raises ModelError for a shape the device has no kernel for, ParameterError when a ring does not
+    fit or memory is short.
     """
+    config = config.for_context(options.ctx)
     try:
         dims_of(config)
     except ValueError as error:
@@ -132,9 +190,27 @@ def start(
         ) from None
 
 
+def _make_wire(o: CpuOptions, tokens_per_step: int) -> Wire:
+    try:
+        return make_wire(
+            slots=o.slots,
+            workers=o.workers,
+            ctx=o.ctx,
+            max_inflight=o.max_inflight,
+            tokens_per_step=tokens_per_step,
+            alternatives=MAX_ALTERNATIVES,
+            request_entries=o.request_entries,
+            completion_entries=o.completion_entries,
+            pool_bytes=o.pool_bytes,
+            first_sequence=o.first_sequence,
+        )
+    except ValueError as error:
+        raise ParameterError(str(error)) from None
+
+
 def _assemble(
     config: ModelConfig,
-    get: Callable[[str], np.ndarray],
+    get: Tensors,
     options: CpuOptions,
     drafter: Drafter | None,
 ) -> CpuParts:
@@ -146,18 +222,7 @@ def _assemble(
     rows = decode_rows + o.chunk_rows
     reserve = max(tree_rows, block)
     table = -(-(o.ctx + reserve) // PAGE)
-    wire = make_wire(
-        slots=o.slots,
-        workers=o.workers,
-        ctx=o.ctx,
-        max_inflight=o.max_inflight,
-        tokens_per_step=1 + (shape.drafted if shape else 0),
-        alternatives=MAX_ALTERNATIVES,
-        request_entries=o.request_entries,
-        completion_entries=o.completion_entries,
-        pool_bytes=o.pool_bytes,
-        first_sequence=o.first_sequence,
-    )
+    wire = _make_wire(o, 1 + (shape.drafted if shape else 0))
     sched = make_sched(
         slots=o.slots,
         ctx=o.ctx,
@@ -223,7 +288,8 @@ def _assemble(
         operations=operation_names(operations),
     )
     link = Link(wire, device, first_sequence=o.first_sequence, deadline_s=o.deadline_s + 5)
-    return CpuParts(link, state, target, model)
+    taps = len(shape.taps) if shape else 0
+    return CpuParts(link, state, target, model, o.weights, taps, o.workers)
 
 
 def _drafter(

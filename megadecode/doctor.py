@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from host.cache import cache_home
+
+_CUDA = {"cuda.bindings": "cuda-bindings", "torch": "torch"}
+_GPU_EXTRA = "pip install 'megadecode[gpu]'; the CPU device needs none of it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,20 @@ class Check:
 
 def checks() -> list[Check]:
     """Every check, none of which changes anything or uses the network."""
-    return [_python(), _cpu(), _memory(), _cache(), _compiled(), _model(), _gpu()]
+    return [
+        _python(), _cpu(), _memory(), _cache(), _compiled(), _model(), _drafters(), _gpu(),
+        _kernels(), _compiler(),
+    ]  # fmt: skip
+
+
+def machine_name() -> str:
+    """The processor's name, as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _python() -> Check:
@@ -41,9 +61,8 @@ def _cpu() -> Check:
 
     features = llvm.get_host_cpu_features()
     wide = next((f for f in ("avx512f", "avx2", "neon") if features.get(f)), "no wide vectors")
-    return Check(
-        "CPU device", True, f"{default_workers()} workers, {llvm.get_host_cpu_name()}, {wide}"
-    )
+    found = f"{default_workers()} workers, {llvm.get_host_cpu_name()}, {wide}"
+    return Check("CPU device", True, found)
 
 
 def _memory() -> Check:
@@ -66,9 +85,21 @@ def _cache() -> Check:
             ok = True
     except OSError:
         ok = False
-    return Check(
-        "cache", ok, str(home), "" if ok else "set MEGADECODE_HOME to a folder you can write to"
-    )
+    parts = [
+        f"{name} {_bytes_in(home / name) / 1e6:.0f} MB"
+        for name in ("models", "numba", "drafters", "kernels")
+        if (home / name).exists()
+    ]
+    found = f"{home}: {', '.join(parts) or 'empty'}"
+    return Check("cache", ok, found, "" if ok else "set MEGADECODE_HOME to a folder of your own")
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        with suppress(OSError):  # somebody may be cleaning up
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def _compiled() -> Check:
@@ -100,12 +131,74 @@ def _model() -> Check:
     return Check("model smollm2-135m", True, str(path), needed=False)
 
 
-def _gpu() -> Check:
-    missing = [m for m in ("cutlass", "cuda.bindings") if not _has(m)]
-    found = "no GPU kernel in this release" + (
-        f"; not installed: {', '.join(missing)}" * bool(missing)
+def _drafters() -> Check:
+    from megadecode.drafter.find import places
+
+    files = [file for folder in places() for file in sorted(folder.glob("*.safetensors"))]
+    if files:
+        return Check("drafters", True, ", ".join(map(str, files)), needed=False)
+    return Check(
+        "drafters",
+        False,
+        "none: speculation is off unless draft=PATH names one",
+        f"put a drafter's .safetensors file into {places()[-1]}",
+        needed=False,
     )
-    return Check("CUDA device", False, found, "the CPU device does everything", needed=False)
+
+
+def _gpu() -> Check:
+    missing = [package for module, package in _CUDA.items() if not _has(module)]
+    if missing:
+        return Check(
+            "CUDA device", False, f"not installed: {', '.join(missing)}", _GPU_EXTRA, needed=False
+        )
+    try:
+        names = _gpu_names()
+    except Exception as error:  # the bindings have one of their own for every way to fail
+        names, said = [], str(error).partition("\n")[0]
+    else:
+        said = "the driver shows no GPU"
+    return Check("CUDA device", bool(names), ", ".join(names) or said, needed=False)
+
+
+def _gpu_names() -> list[str]:
+    from cuda.bindings import driver as cu
+
+    def call(result: tuple[Any, ...]) -> Any:
+        if result[0] != cu.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"the driver says {result[0].name}")
+        return result[1] if len(result) > 1 else None
+
+    call(cu.cuInit(0))
+    gpus = [call(cu.cuDeviceGet(i)) for i in range(call(cu.cuDeviceGetCount()))]
+    return [call(cu.cuDeviceGetName(256, gpu)).split(b"\0")[0].decode() for gpu in gpus]
+
+
+def _kernels() -> Check:
+    """Kernels that have been compiled for a GPU: each has a manifest beside it."""
+    folder = cache_home() / "kernels"
+    manifests = sorted(folder.rglob("*.json")) if folder.exists() else []
+    targets = sorted({manifest.parent.name for manifest in manifests})
+    return Check(
+        "compiled GPU kernels",
+        bool(manifests),
+        f"{len(manifests)} in {folder}" + f" for {', '.join(targets)}" * bool(targets),
+        "" if manifests else "compiled when one is needed, or brought from another machine",
+        needed=False,
+    )
+
+
+def _compiler() -> Check:
+    ok = _has("cutlass")
+    found = "CuTe DSL " + (_version("nvidia-cutlass-dsl") if ok else "is not installed")
+    return Check("GPU compiler", ok, found, "" if ok else _GPU_EXTRA, needed=False)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
 
 
 def _has(module: str) -> bool:

@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from cute_kernels.cpu.slots import AUTO
-from cute_kernels.cpu.tree import MAX_NODES
-from cute_kernels.plan import Shape
 from host.ring import read_word
 from host.wire import Word
-from megadecode.cpu_device import (
-    CHUNK_ROWS,
-    MAX_SLOTS,
-    MAX_WORKERS,
-    WEIGHT_TYPES,
-    CpuOptions,
-    CpuParts,
-    default_workers,
-    start,
-)
+from megadecode.async_request import AsyncRequest
+from megadecode.device import AUTO_BUDGET, Parts, Settings, prepare
 from megadecode.drafter.find import choose_drafter
 from megadecode.drafter.io import Drafter
-from megadecode.errors import EMPTY, ParameterError, PromptError
+from megadecode.errors import ParameterError, PromptError
+from megadecode.limits import (
+    MAX_CHUNK_ROWS,
+    MAX_CTX,
+    MAX_KV_TOKENS,
+    MAX_NODES,
+    MAX_SLOTS,
+    PAGE,
+)
 from megadecode.models.tokenizer import Tokenizer
 from megadecode.models.weights import Weights
-from megadecode.options import check_device, seconds, size
-from megadecode.options import device_options as check_options
-from megadecode.request import Chunk, Request
+from megadecode.options import choice, flag, path_or_name, positive_s, seconds, size, wait_s
+from megadecode.prompt import Prompt, encode, need_tokenizer
+from megadecode.request import Chunk, Generation, Request, Stream
 from megadecode.sampling import SamplingParams
-from megadecode.trace import PhaseFigures, phase_figures
+from megadecode.trace import PhaseFigures
 
-PAGE = 64
 logger = logging.getLogger("megadecode")
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +70,8 @@ class Engine(AbstractContextManager["Engine"]):
     """A model on a device, decoding until it is closed. Thread-safe.
 
     Args:
-        model: a known name, the path of a GGUF file, or any `megadecode.models.weights.Weights`.
+        model: a known name, the path of a GGUF file or of a Hugging Face folder, the id of a
+            model on the hub (`org/name`), or any `megadecode.models.weights.Weights`.
         ctx: positions a request may use, prompt and generated tokens together.
         slots: requests decoded at the same time, 1 to 16; further ones wait their turn.
         device: `auto` or `cpu`.
@@ -86,13 +80,16 @@ class Engine(AbstractContextManager["Engine"]):
         budget: nodes to verify per slot and step, the root not counted: 0 to 255, or `auto`, chosen
             step by step from measured times and acceptance.
         shape: `tree`, or `chain` (the budget is then its length).
-        weights: `fp32` or `bf16`, the precision the weights are kept in.
-        workers: threads of the CPU device; by default one per usable core.
+        weights: `fp32` or `bf16`, the precision the weights are kept in; None: the device's choice,
+            fp32 on the CPU.
         kv_tokens: KV positions shared by all slots; by default one full context and 2,048
             positions for each further slot. Memory is taken as it is first used.
-        chunk_rows: prompt tokens per step, a multiple of 64.
+        chunk_rows: prompt tokens per step, a multiple of 64; None: the device's choice, 256 on the
+            CPU.
         park_after_s: seconds of idleness after which the loop gives its cores back; the next
             request starts it again. Negative: never.
+        device_options: of the CPU device, `workers`: its threads, 1 to 16, by default one per
+            usable core; and sizes of its rings and pools.
 
     Raises:
         ModelError, ParameterError, DeviceUnavailable: with what was wrong and what to do.
@@ -108,57 +105,44 @@ class Engine(AbstractContextManager["Engine"]):
         draft: str | os.PathLike[str] | Drafter = "auto",
         budget: str | int = "auto",
         shape: str = "tree",
-        weights: str = "fp32",
-        workers: int | None = None,
+        weights: str | None = None,
         kv_tokens: int | None = None,
-        chunk_rows: int = CHUNK_ROWS,
+        chunk_rows: int | None = None,
         park_after_s: float = 5.0,
         **device_options: Any,
     ) -> None:
-        self.ctx = size("ctx", ctx, 2, 2**24)
+        self.ctx = size("ctx", ctx, 2, MAX_CTX)
         self.slots = size("slots", slots, 1, MAX_SLOTS)
-        check_device(device)
-        if weights not in WEIGHT_TYPES:
-            raise ParameterError(f"weights is {weights!r}; choose {' or '.join(WEIGHT_TYPES)}")
-        self.weights = weights
-        if workers is None:
-            workers = default_workers()
-        workers = size("workers", workers, 1, MAX_WORKERS)
-        chunk_rows = size("chunk_rows", chunk_rows, PAGE, 4096)
-        if chunk_rows % PAGE:
-            raise ParameterError(f"chunk_rows is {chunk_rows}; it must be a multiple of {PAGE}")
-        if budget != "auto":
-            budget = size("budget", budget, 0, MAX_NODES)
-        if shape not in ("tree", "chain"):
-            raise ParameterError(f"shape is {shape!r}; choose tree or chain")
+        if chunk_rows is not None:
+            chunk_rows = size("chunk_rows", chunk_rows, PAGE, MAX_CHUNK_ROWS)
+            if chunk_rows % PAGE:
+                raise ParameterError(f"chunk_rows is {chunk_rows}; it must be a multiple of {PAGE}")
+        nodes = AUTO_BUDGET if budget == "auto" else size("budget", budget, 0, MAX_NODES)
         if kv_tokens is None:
             kv_tokens = self.ctx + MAX_NODES + (self.slots - 1) * min(self.ctx, 2048)
-        self.pages = -(-(size("kv_tokens", kv_tokens, 1, 2**31) + 1) // PAGE)
-        park_after_s = seconds("park_after_s", park_after_s)
-        further = check_options(device_options)
+        self.pages = -(-(size("kv_tokens", kv_tokens, 1, MAX_KV_TOKENS) + 1) // PAGE)
+        settings = Settings(
+            ctx=self.ctx,
+            slots=self.slots,
+            pages=self.pages,
+            weights=weights,
+            chunk_rows=chunk_rows,
+            park_after_s=seconds("park_after_s", park_after_s),
+            budget=nodes,
+            chain=choice("shape", shape, "tree", "chain") == "chain",
+        )
+        if not isinstance(draft, Drafter):
+            draft = path_or_name("draft", draft)
+        if not hasattr(model, "tensor"):
+            model = path_or_name("model", model)
+        start = prepare(device, settings, device_options)
         loaded, self.tokenizer = _load(model)
-        self.config = loaded.config
+        self.config = loaded.config.for_context(self.ctx)
         self.drafter = choose_drafter(draft, loaded) if budget != 0 else None
         if self.drafter is None and draft != "off" and budget != 0:
             _say_once(f"no drafter belongs to {self.config.name}: decoding plainly")
         self._warned = False
-        self._parts: CpuParts = start(
-            self.config,
-            loaded.tensor,
-            CpuOptions(
-                ctx=self.ctx,
-                slots=self.slots,
-                pages=self.pages,
-                workers=workers,
-                weights=weights,
-                chunk_rows=chunk_rows,
-                park_after_s=park_after_s,
-                budget=AUTO if isinstance(budget, str) else budget,
-                chain=shape == "chain",
-                **further,
-            ),
-            self.drafter,
-        )
+        self._parts: Parts = start(self.config, loaded.tensor, self.drafter)
         self._link = self._parts.link
         # The loop runs in memory of this process: it must have left it before the process ends,
         # or before this object's arrays go. `finalize` sees to both.
@@ -170,30 +154,9 @@ class Engine(AbstractContextManager["Engine"]):
         """The token ids of a prompt, `[n]` int32.
 
         A string is one user turn of a chat, or raw text with `chat=False`; a sequence of mappings
-        is a conversation; a sequence of integers is taken as token ids.
+        is a conversation; a sequence of integers is taken as token ids. Raises PromptError.
         """
-        if isinstance(prompt, str):
-            if not prompt:
-                self._refuse_empty()
-            tokenizer = self._need_tokenizer()
-            if chat:
-                ids = tokenizer.chat([{"role": "user", "content": prompt}])
-            else:
-                ids = tokenizer.prompt(prompt)
-            if not ids:
-                raise PromptError("no token of the vocabulary stands for any byte of the prompt")
-            return np.array(ids, np.int32)
-        if isinstance(prompt, np.ndarray) and prompt.ndim:
-            return self._token_ids(prompt) if len(prompt) else self._refuse_empty()
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-            raise PromptError(
-                f"a prompt is text, chat messages or token ids, not {type(prompt).__name__}"
-            )
-        if len(prompt) == 0:
-            self._refuse_empty()
-        if isinstance(prompt[0], Mapping):
-            return np.array(self._need_tokenizer().chat(prompt), np.int32)  # type: ignore[arg-type]
-        return self._token_ids(prompt)
+        return encode(prompt, self.config, self.tokenizer, chat=flag("chat", chat))
 
     def submit(
         self,
@@ -207,18 +170,77 @@ class Engine(AbstractContextManager["Engine"]):
 
         Waits only while as many requests as the engine can hold are in flight, up to `timeout`
         seconds, then raises QueueFull. Raises PromptError or ParameterError for what can never be
-        served; nothing reaches the device then.
+        served; nothing reaches the device then. Raises DeviceError when the device was lost.
         """
+        limit = wait_s("timeout", timeout)
+        return self._send(*self._check(prompt, params, chat), limit)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = True
+    ) -> Iterator[Chunk]:
+        """Chunks of one request as they come. Leaving the iterator early aborts the request.
+
+        Raises what `submit` raises, at the call.
+        """
+        return Stream(self.submit(prompt, params, chat=chat))
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat: bool = True,
+    ) -> list[Generation]:
+        """Answers to many prompts, in their order, as many at a time as there are slots.
+
+        `params` are one for all, or one per prompt. All prompts are checked before the first is
+        sent: PromptError or ParameterError then names the one that is wrong, and none is decoded.
+        Leaving early, by an interrupt or an error of the device, aborts what is still in flight.
+        """
+        checked = []
+        for number, job in enumerate(_pair_up(prompts, params)):
+            with _numbered(number):
+                checked.append(self._check(*job, chat))
+        requests: list[Request] = []
+        try:
+            for ready in checked:
+                requests.append(self._send(*ready, None))
+            return [request.result() for request in requests]
+        finally:
+            for request in requests:
+                request.abort()  # nothing, once it has ended
+
+    def agenerate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = True
+    ) -> AsyncRequest:
+        """A request for asyncio: await it for its Generation, or iterate it for its chunks.
+
+        It starts when it is first awaited or iterated; cancelling the task that waits for it, or
+        leaving the iteration early, aborts it. Raises PromptError or ParameterError at the call,
+        DeviceError where it is awaited.
+        """
+        job = self._check(prompt, params, chat)
+        return AsyncRequest(lambda: self._send(*job, 0.0))
+
+    def _check(
+        self, prompt: Prompt, params: SamplingParams | None, chat: bool
+    ) -> tuple[np.ndarray, SamplingParams, list[int]]:
+        """Everything about a request that can be judged before it is sent: its ids, parameters and
+        stop ids."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ParameterError(f"params is {params!r}; give a SamplingParams")
-        if timeout is not None and not isinstance(timeout, int | float):
-            raise ParameterError(f"timeout is {timeout!r}; it must be a number of seconds, or None")
         ids = self.encode(prompt, chat=chat)
         stops = params.stop_ids(self.config.stop_ids, self.config.vocab)
         self._check_fits(len(ids), params.max_new_tokens)
+        self._parts.refuse(params)
         if params.stop:
-            self._need_tokenizer()
+            need_tokenizer(self.tokenizer, self.config)
+        return ids, params, stops
+
+    def _send(
+        self, ids: np.ndarray, params: SamplingParams, stops: list[int], timeout_s: float | None
+    ) -> Request:
         request = Request(
             len(ids),
             self._text_stream(),
@@ -234,21 +256,16 @@ class Engine(AbstractContextManager["Engine"]):
             params.record(stops),
             request,
             bias=params.bias_arrays(),
-            timeout_s=timeout,
+            timeout_s=timeout_s,
         )
         return request
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = True
-    ) -> Iterator[Chunk]:
-        """Chunks of one request as they come. Leaving the iterator early aborts the request."""
-        request = self.submit(prompt, params, chat=chat)
-        try:
-            yield from request
-        finally:
-            request.abort()
-
     # -- the device -------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> str:
+        """The type that the weights are kept in."""
+        return self._parts.weights
 
     @property
     def is_lost(self) -> bool:
@@ -257,7 +274,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def stats(self) -> EngineStats:
         """A look at slots, pages and counters, as of the last turn of the loop."""
-        control = self._parts.wire.control
+        control = self._link.wire.control
         started = self._link.launches > 0
 
         def word(which: Word, before_launch: int) -> int:
@@ -277,23 +294,16 @@ class Engine(AbstractContextManager["Engine"]):
 
     def trace(self, *, reset: bool = False) -> list[PhaseFigures]:
         """Time per phase since the start or the last reset, against bytes read and operations."""
-        parts = self._parts
-        drafter = None
-        if self.drafter is not None:
-            drafter = Shape(*parts.drafter.dims, taps=len(self.drafter.config.taps))
-        figures = phase_figures(
-            parts.trace.copy(),
-            Shape(*parts.target.dims),
-            2 if self.weights == "bf16" else 4,
-            drafter,
-        )
-        if reset:
-            parts.trace[:] = 0
-        return figures
+        return self._parts.figures(reset=flag("reset", reset))
+
+    def read_gb_per_s(self) -> float:
+        """What the device reads from its memory at best, measured now with the loop parked."""
+        with self.parked():
+            return self._parts.read_gb_per_s()
 
     def ping(self, timeout: float = 5.0) -> float:
         """Seconds until the device has answered a no-op request."""
-        return self._link.ping(timeout)
+        return self._link.ping(positive_s("timeout", timeout))
 
     def park(self) -> None:
         """Make the loop leave the device at the next step boundary and wait until it has.
@@ -319,43 +329,12 @@ class Engine(AbstractContextManager["Engine"]):
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _refuse_empty(self) -> NoReturn:
-        raise PromptError(EMPTY)
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise PromptError(
-                f"model {self.config.name!r} has no tokenizer; give the prompt as token ids"
-            )
-        return self.tokenizer
-
     def _text_stream(self) -> Any:
         if self.tokenizer is None:
             return None
         from megadecode.models.stream import TextStream
 
         return TextStream(self.tokenizer)
-
-    def _token_ids(self, prompt: Sequence[Any] | np.ndarray) -> np.ndarray:
-        if not isinstance(prompt, np.ndarray):
-            for at, token in enumerate(prompt):
-                if isinstance(token, bool | np.bool_) or not hasattr(token, "__index__"):
-                    raise PromptError(
-                        f"token ids must be integers; position {at} holds {token!r:.80}"
-                    )
-            prompt = np.array([operator.index(token) for token in prompt], object)
-        elif prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise PromptError(
-                f"token ids must be integers in one dimension; the array is {prompt.dtype} of "
-                f"shape {prompt.shape}"
-            )
-        wrong = np.flatnonzero((prompt < 0) | (prompt >= self.config.vocab))
-        if wrong.size:
-            raise PromptError(
-                f"token id {prompt[wrong[0]]} at position {wrong[0]} is outside the vocabulary of "
-                f"{self.config.vocab} tokens"
-            )
-        return np.ascontiguousarray(prompt, np.int32)
 
     def _check_fits(self, prompt_tokens: int, max_new_tokens: int) -> None:
         if prompt_tokens + 1 > self.ctx:
@@ -364,7 +343,7 @@ class Engine(AbstractContextManager["Engine"]):
                 f"{self.ctx - 1} fit. Shorten it or give the engine a larger ctx"
             )
         total = min(prompt_tokens + max_new_tokens, self.ctx)
-        pages = -(-(total + self._parts.loop.limits.reserve_rows) // PAGE)
+        pages = -(-(total + self._parts.reserve_rows) // PAGE)
         if pages > self.pages:
             raise PromptError(
                 f"the request needs {pages} KV pages of {PAGE} positions, the engine has "
@@ -375,17 +354,44 @@ class Engine(AbstractContextManager["Engine"]):
             warnings.warn(
                 f"{self.config.name} was trained for {self.config.context_tokens} positions; this "
                 f"request may reach {total}, and text beyond the trained length is often poor",
-                stacklevel=3,
+                stacklevel=4,
             )
+
+
+def _pair_up(
+    prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Every prompt of a list with its parameters."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise PromptError(
+            f"prompts is {prompts!r:.60}; give a list of prompts, [prompt] for a single one"
+        )
+    listed = list(prompts)
+    if params is None or isinstance(params, SamplingParams):
+        return [(prompt, params) for prompt in listed]
+    if not isinstance(params, Sequence):
+        raise ParameterError(
+            f"params is {params!r:.60}; give a SamplingParams, or a list of one per prompt"
+        )
+    if len(params) != len(listed):
+        raise ParameterError(f"{len(params)} params for {len(listed)} prompts; give one per prompt")
+    return list(zip(listed, params))
+
+
+@contextmanager
+def _numbered(number: int) -> Iterator[None]:
+    """Errors say which prompt of a list they are about."""
+    try:
+        yield
+    except (PromptError, ParameterError) as error:
+        raise type(error)(f"prompt {number}: {error}") from None
 
 
 def _load(model: str | os.PathLike[str] | Weights) -> tuple[Weights, Tokenizer | None]:
     if isinstance(model, str | os.PathLike):
-        from megadecode.models.gguf_file import load
-        from megadecode.models.store import resolve
+        from megadecode.models.load import load_model
 
-        path: Path = resolve(model)
-        loaded = load(path)
+        loaded = load_model(model)
         return loaded, loaded.tokenizer()
     make = getattr(model, "tokenizer", None)
     return model, make() if callable(make) else None

@@ -1,17 +1,31 @@
-"""What can go wrong, as messages for people: what was wrong, the limit, what to do."""
+"""What can go wrong, as messages for people: what was wrong, the limit, what to do.
+
+The classes are stable, and also the built-in ones that a reader would expect: catch
+`MegadecodeError` for everything raised on purpose, ValueError for what was asked wrongly and
+RuntimeError for what cannot be done here or now.
+"""
 
 from __future__ import annotations
 
+from host.errors import DeviceError, DeviceHung, MegadecodeError, QueueFull
 
-class MegadecodeError(Exception):
-    """Base of every error raised on purpose."""
+__all__ = [
+    "EMPTY",
+    "DeviceError",
+    "DeviceHung",
+    "DeviceUnavailable",
+    "MegadecodeError",
+    "ModelError",
+    "ParameterError",
+    "PromptError",
+    "QueueFull",
+]
+
+EMPTY = "the prompt is empty; give at least one character, token or message"
 
 
 class ModelError(MegadecodeError, ValueError):
     """A model cannot be found, fetched, read or used: the file, the tensor or the key is named."""
-
-
-EMPTY = "the prompt is empty; give at least one character, token or message"
 
 
 class PromptError(MegadecodeError, ValueError):

@@ -1,29 +1,18 @@
-"""Checks of the engine's options, so that nothing wrong gets as far as the device."""
+"""Checks of arguments, so that nothing wrong gets as far as the device."""
 
 from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Mapping
-from dataclasses import fields
+from numbers import Real
 from typing import Any
 
-from megadecode.cpu_device import CpuOptions
-from megadecode.errors import DeviceUnavailable, ParameterError
+from megadecode.errors import ParameterError
 
 NEVER_S = -1.0
 _LONGEST_S = 1e9
-
-# Options of the CPU device that `Engine` passes on, and their ranges.
-_DEVICE_SIZES = {
-    "decode_rows": (1, 256),
-    "max_inflight": (1, 2**20),
-    "completion_entries": (1, 2**24),
-    "request_entries": (1, 2**24),
-    "pool_bytes": (1, 2**40),
-    "first_sequence": (0, 2**62),
-}
-_DEVICE_OTHERS = ("deadline_s", "script")
 
 
 def size(name: str, value: object, low: int, high: int) -> int:
@@ -39,40 +28,85 @@ def size(name: str, value: object, low: int, high: int) -> int:
     return number
 
 
+def _real(value: object) -> float | None:
+    """A number as a float (infinite when it is too large for one); None for anything else."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.inf
+    return None if math.isnan(number) else number
+
+
 def seconds(name: str, value: object) -> float:
     """A number of seconds; what is negative, infinite or beyond thirty years means never."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    number = _real(value)
+    if number is None:
         raise ParameterError(f"{name} is {value!r}; it must be a number of seconds")
-    return float(value) if 0 <= value <= _LONGEST_S else NEVER_S
+    return number if 0 <= number <= _LONGEST_S else NEVER_S
 
 
-def check_device(device: str) -> None:
-    """ParameterError for an unknown device, DeviceUnavailable for one that cannot be used."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ParameterError(f"device is {device!r}; choose auto, cpu or cuda")
-    if device == "cuda":
-        raise DeviceUnavailable(
-            "device 'cuda' has no kernel in this release; use device='cpu' or 'auto'"
-        )
+def wait_s(name: str, value: object) -> float | None:
+    """How long to wait: a number of seconds, or None (or beyond thirty years) for ever."""
+    number = None if value is None else _real(value)
+    if value is not None and number is None:
+        raise ParameterError(f"{name} is {value!r}; it must be a number of seconds, or None")
+    return None if number is None or number > _LONGEST_S else number
 
 
-def device_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Further options of the CPU device, checked; ParameterError names those there are not."""
-    known = {f.name for f in fields(CpuOptions)}
-    assert known.issuperset((*_DEVICE_SIZES, *_DEVICE_OTHERS))
+def positive_s(name: str, value: object) -> float:
+    """A number of seconds above 0; at most thirty years."""
+    number = _real(value)
+    if number is None or number <= 0:
+        raise ParameterError(f"{name} is {value!r}; it must be a number of seconds above 0")
+    return min(number, _LONGEST_S)
+
+
+def flag(name: str, value: object) -> bool:
+    """`value` if it is a bool; ParameterError otherwise."""
+    if not isinstance(value, bool):
+        raise ParameterError(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
+def choice(name: str, value: object, *known: str) -> str:
+    """`value` if it is one of `known`; ParameterError otherwise."""
+    if not isinstance(value, str) or value not in known:
+        *most, last = known
+        raise ParameterError(f"{name} is {value!r}; choose {', '.join(most)} or {last}")
+    return value
+
+
+def path_or_name(name: str, value: object) -> str:
+    """Text, or the text of a path; ParameterError otherwise."""
+    try:
+        text = os.fspath(value)  # type: ignore[call-overload]
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise ParameterError(f"{name} is {value!r:.80}; it must be a name or a path")
+    return text
+
+
+Range = tuple[int, int]
+
+
+def device_options(values: Mapping[str, Any], sizes: Mapping[str, Range]) -> dict[str, Any]:
+    """A device's own options: `sizes` by range (None: the device's choice), `deadline_s`, and
+    `script`, which is for tests. ParameterError names those there are not."""
     checked: dict[str, Any] = {}
     for name, value in values.items():
-        if name in _DEVICE_SIZES:
-            checked[name] = None if value is None else size(name, value, *_DEVICE_SIZES[name])
+        if name in sizes:
+            if value is not None:
+                checked[name] = size(name, value, *sizes[name])
         elif name == "deadline_s":
-            if (limit := seconds(name, value)) <= 0:
-                raise ParameterError(f"deadline_s is {value!r}; it must be above 0")
-            checked[name] = limit
+            checked[name] = positive_s(name, value)
         elif name == "script":
             checked[name] = value
         else:
-            options = ", ".join((*_DEVICE_SIZES, *_DEVICE_OTHERS))
             raise ParameterError(
-                f"unknown engine option {name!r}; besides the named ones: {options}"
+                f"unknown engine option {name!r}; besides the named ones: "
+                f"{', '.join((*sizes, 'deadline_s'))}"
             )
     return checked

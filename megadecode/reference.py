@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 
 from megadecode.config import ModelConfig
+from megadecode.models.weights import tensor_shapes
+from megadecode.rope import inverse_frequencies
 
 
 class Cache:
@@ -37,6 +39,11 @@ class Reference:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.config, self.dtype = config, dtype
+        self._layer_tensors = [
+            name.removeprefix("layers.0.")
+            for name in tensor_shapes(config)
+            if name.startswith("layers.0.")
+        ]
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         self.weights: dict[str, torch.Tensor] = {}
         for name, values in pairs:
@@ -95,13 +102,16 @@ class Reference:
         features: dict[int, torch.Tensor] = {}
         x = weights["embed"][ids]
         for layer in range(config.layers):
-            w = {name: weights[f"layers.{layer}.{name}"] for name in LAYER_TENSORS}
+            w = {name: weights[f"layers.{layer}.{name}"] for name in self._layer_tensors}
             h = self._norm(x, w["attn_norm"])
-            q = _rotate(_heads(F.linear(h, w["q"]), config.heads), cos, sin)
-            cache.keys[layer, :, past:keys] = _rotate(
-                _heads(F.linear(h, w["k"]), config.kv_heads), cos, sin
-            )
-            cache.values[layer, :, past:keys] = _heads(F.linear(h, w["v"]), config.kv_heads)
+            q = _heads(F.linear(h, w["q"], w.get("q_bias")), config.heads)
+            k = _heads(F.linear(h, w["k"], w.get("k_bias")), config.kv_heads)
+            v = _heads(F.linear(h, w["v"], w.get("v_bias")), config.kv_heads)
+            if config.qk_norm:
+                q, k = self._norm(q, w["q_norm"]), self._norm(k, w["k_norm"])
+            q = _rotate(q, cos, sin)
+            cache.keys[layer, :, past:keys] = _rotate(k, cos, sin)
+            cache.values[layer, :, past:keys] = v
             k, v = cache.keys[layer, :, :keys], cache.values[layer, :, :keys]
             attended = _attend(q, k, v, seen)
             x = x + F.linear(attended.transpose(0, 1).reshape(rows, -1), w["o"])
@@ -146,14 +156,13 @@ class Reference:
         return weight * h.to(self.dtype)
 
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [rows, head_dim / 2] of position * theta^(-2 j / head_dim)."""
-        d = self.config.head_dim
-        inverse = 1.0 / self.config.rope_theta ** (torch.arange(0, d, 2).float() / d)
-        angles = positions.float()[:, None] * inverse
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-
-
-LAYER_TENSORS = ("attn_norm", "q", "k", "v", "o", "ffn_norm", "gate", "up", "down")
+        """cos and sin [rows, head_dim / 2] of position times frequency, in fp32 like the usual."""
+        c, scaling = self.config, self.config.rope_scaling
+        inverse = inverse_frequencies(c.head_dim, c.rope_theta, scaling)
+        angles = positions.float()[:, None] * torch.from_numpy(inverse).float()
+        multiplier = 1.0 if scaling is None else scaling.multiplier
+        cos, sin = angles.cos() * multiplier, angles.sin() * multiplier
+        return cos.to(self.dtype), sin.to(self.dtype)
 
 
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:

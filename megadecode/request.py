@@ -11,6 +11,7 @@ from typing import Protocol
 
 from host.errors import DeviceError
 from host.wire import FinishReason
+from megadecode.options import wait_s
 from megadecode.stop_strings import StopStrings
 
 
@@ -26,12 +27,13 @@ class TextDecoder(Protocol):
 class Stats:
     """Figures of one request.
 
-    `tokens` emitted, in `steps` decode or verify steps (prefill chunks not counted); `accepted[k]`
-    of these steps committed k tokens, so that tau is `tokens / steps`. `ttft_s`: from submit to
-    the first token, 0.0 without one. `tok_s`: tokens after the first per second of the time
-    between the first and the last, by the device's clock; prefill is not in it. 0.0 for fewer than
-    two tokens. `host_round_trips`: times the device had to hear from the host: once to get the
-    request, and once for every time it stood still because nobody took its completions.
+    `prompt_tokens` read; `tokens` emitted, in `steps` decode or verify steps (prefill chunks not
+    counted); `accepted[k]` of these steps committed k tokens, so that tau is `tokens / steps`.
+    `ttft_s`: from submit to the first token, 0.0 without one. `tok_s`: tokens after the first per
+    second of the time between the first and the last, by the device's clock; prefill is not in it.
+    0.0 for fewer than two tokens. `host_round_trips`: times the device had to hear from the host:
+    once to get the request, and once for every time it stood still because nobody took its
+    completions.
     """
 
     tokens: int
@@ -40,6 +42,7 @@ class Stats:
     tok_s: float
     host_round_trips: int
     accepted: tuple[int, ...] = ()
+    prompt_tokens: int = 0
 
     @property
     def tau(self) -> float:
@@ -55,8 +58,9 @@ class Generation:
     stop token included, and `logprobs` the log-probability of each under the target, before bias
     and temperature. `top_logprobs` are as many (id, log-probability) alternatives per token as were
     asked for, the likeliest first. `finish_reason` is one of `stop`, `length`, `abort`, `error`;
-    with `error`, `error` says what happened. At a stop string, text ends before it, and ids and
-    log-probabilities with the token that completed it.
+    with `error`, `error` says what happened, with `stop`, `stop_reason` is the token id or the stop
+    string that did it. At a stop string, text ends before it, and ids and log-probabilities with
+    the token that completed it.
     """
 
     text: str
@@ -66,6 +70,7 @@ class Generation:
     stats: Stats
     error: str | None = None
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class Request:
         self._abort: Callable[[int], None] | None = None
         self._owner: object = None  # the engine, which must live as long as the request
         self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
         self._stops = StopStrings(stops) if stops else None
         self._min_new_tokens = min_new_tokens
         self._pairs_per_token = 1 + alternatives
@@ -128,26 +134,61 @@ class Request:
 
         Raises TimeoutError, or DeviceError when the device was lost.
         """
+        limit = wait_s("timeout", timeout)
         with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"the request has not ended within {timeout:g} s")
+            if not self._changed.wait_for(lambda: self.done, limit):
+                raise TimeoutError(f"the request has not ended within {limit:g} s")
             if self._lost is not None:
                 raise self._lost
             assert self._generation is not None
             return self._generation
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until there is a chunk to read or the request has ended, up to `timeout` seconds;
+        whether there is or it has."""
+        limit = wait_s("timeout", timeout)
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._unread) or self.done, limit)
+
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks as they come, until the request has ended."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._unread) or self.done)
-                batch = list(self._unread)
-                self._unread.clear()
-                if not batch:
+                self.wait()
+                chunk, _ = self.take()
+                if chunk is None:
                     if self._lost is not None:
                         raise self._lost
                     return
-            yield Chunk("".join(text for _, text in batch), [i for ids, _ in batch for i in ids])
+            yield chunk
+
+    def take(self) -> tuple[Chunk | None, bool]:
+        """What has come since the last look, or None, and whether that was all. Never waits."""
+        with self._changed:
+            if not self._unread:
+                return None, self.done
+            batch = list(self._unread)
+            self._unread.clear()
+            chunk = Chunk("".join(text for _, text in batch), [i for ids, _ in batch for i in ids])
+            return chunk, self.done
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Have `listener()` called at every change from now on, by a thread that must not wait;
+        and once now, for what has been missed."""
+        with self._changed:
+            self._listeners.append(listener)
+        listener()
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        """No call of it begins after this returns."""
+        with self._changed:
+            self._listeners.remove(listener)
+
+    def _notify(self) -> None:
+        """Something has come; the lock is held."""
+        self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
 
     # -- called by the link's poller --------------------------------------------------------------
 
@@ -175,7 +216,7 @@ class Request:
             self._text.append("".join(text))
             self._unread.append((new, self._text[-1]))
             stopped = self._is_stopped()
-            self._changed.notify_all()
+            self._notify()
         if stopped and self._abort is not None:
             self._abort(self.request_id)
 
@@ -232,14 +273,39 @@ class Request:
                     tok_s=(tokens - 1) / decode_s if tokens > 1 and decode_s > 0 else 0.0,
                     host_round_trips=1 + pauses,
                     accepted=tuple(histogram),
+                    prompt_tokens=self.prompt_tokens,
                 ),
                 error=error,
                 top_logprobs=list(self._top) if self._pairs_per_token > 1 else [],
+                stop_reason=self._stop_reason(reason),
             )
-            self._changed.notify_all()
+            self._notify()
+
+    def _stop_reason(self, reason: FinishReason) -> int | str | None:
+        if reason != FinishReason.STOP:
+            return None
+        return self._stops.hit if self._stops and self._stops.hit is not None else self._ids[-1]
 
     def on_lost(self, error: DeviceError) -> None:
         with self._changed:
             self._owner = None
             self._lost = error
-            self._changed.notify_all()
+            self._notify()
+
+
+class Stream(Iterator[Chunk]):
+    """Chunks of a request; it is aborted when nobody is left to read them."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._chunks = iter(request)
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        """Abort the request if it has not ended."""
+        self._request.abort()
+
+    def __del__(self) -> None:
+        self.close()

@@ -7,7 +7,9 @@ import threading
 from typing import Any
 
 from host.errors import DeviceError
-from megadecode.engine import Engine, Prompt
+from megadecode.engine import Engine
+from megadecode.options import flag, path_or_name
+from megadecode.prompt import Prompt
 from megadecode.request import Generation
 from megadecode.sampling import SamplingParams
 
@@ -42,8 +44,9 @@ def run(
     same model, ctx, device and draft options, and replaced by a call with others once nobody uses
     it any more; use `Engine` to own one. Raises what `Engine` and `Engine.submit` raise.
     """
-    params = SamplingParams.of(sampling)
-    key = (os.fspath(model), ctx, device, os.fspath(draft), budget)
+    params = SamplingParams(**sampling)
+    flag("chat", chat)
+    key = (path_or_name("model", model), ctx, device, path_or_name("draft", draft), budget)
     with _lock:
         kept = _take(key)
         kept.users += 1

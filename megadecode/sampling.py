@@ -11,19 +11,18 @@ from typing import Any
 import numpy as np
 
 from host.wire import MAX_ALTERNATIVES, MAX_BIAS, MAX_STOP_IDS, PARAMS
+from megadecode.aliases import unsupported
 from megadecode.errors import ParameterError
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1000
+from megadecode.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def _integer(name: str, value: object, low: int, high: int, hint: str = "") -> int:
     """`value` as an int; anything with an exact integer index is one, a bool is not."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ParameterError(f"{name} is {value!r}; it must be an integer")
     number = int(value.__index__())
     if not low <= number <= high:
-        raise ParameterError(f"{name} is {number}; it must be between {low} and {high}")
+        raise ParameterError(f"{name} is {number}; it must be between {low} and {high}{hint}")
     return number
 
 
@@ -45,9 +44,9 @@ def _sequence(name: str, value: object, of: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What a request asks for besides its prompt.
+    """What a request asks for besides its prompt. Fields are given by name and checked at once.
 
     Tokens are ordered by logit, on ties the lower id first, and the distribution is shaped in this
     order: `logit_bias`, `temperature`, `top_k`, `top_p`, `min_p`. The same seed gives the same
@@ -87,11 +86,23 @@ class SamplingParams:
     logprobs: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
+    def __new__(cls, *unnamed: Any, **values: Any) -> SamplingParams:
+        """Names are looked at before `__init__` is: its TypeError would not say what to use."""
+        if unnamed:
+            raise ParameterError(
+                "sampling parameters are given by name, as in SamplingParams(temperature=0.7)"
+            )
+        known = [f.name for f in fields(cls)]
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            raise ParameterError(unsupported(unknown, known))
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         put("max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, 0, 2**31 - 1))
         put("temperature", _number("temperature", self.temperature, 0, 100))
-        put("top_k", _integer("top_k", self.top_k, 0, 2**31 - 1))
+        put("top_k", _integer("top_k", self.top_k, 0, 2**31 - 1, "; 0 keeps all tokens"))
         put("top_p", _number("top_p", self.top_p, 0, 1))
         if self.top_p == 0:
             raise ParameterError("top_p is 0; it must be above 0 (top_k=1 is greedy)")
@@ -141,18 +152,6 @@ class SamplingParams:
         if len(bias) > MAX_BIAS:
             raise ParameterError(f"logit_bias has {len(bias)} entries; at most {MAX_BIAS} fit")
         return bias
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """From keyword arguments; ParameterError names those this release does not know."""
-        known = [f.name for f in fields(cls)]
-        unknown = [name for name in values if name not in known]
-        if unknown:
-            raise ParameterError(
-                f"unsupported sampling parameter {', '.join(map(repr, unknown))}; "
-                f"this release knows {', '.join(known)}"
-            )
-        return cls(**values)
 
     def stop_ids(self, model_stop_ids: tuple[int, ...], vocab: int) -> list[int]:
         """Every id that ends the request, for a model of `vocab` tokens."""

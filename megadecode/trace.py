@@ -18,8 +18,9 @@ class PhaseFigures:
     """One phase over all steps of one kind.
 
     `us` is the mean time of one run, from the end of the phase before it to the last worker's
-    arrival; `share` its part of the steps' time; `gb_s` and `gflop_s` what that time makes of the
-    weights and KV it must read once and of its operations.
+    arrival; `share` its part of the steps' time; `read_bytes` the weights, keys and values that one
+    run must read at least once; `gb_s` and `gflop_s` what its time makes of them and of its
+    operations.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class PhaseFigures:
     share: float
     gb_s: float
     gflop_s: float
+    read_bytes: float = 0.0
 
 
 def phase_figures(
@@ -51,10 +53,45 @@ def phase_figures(
             figures.append(
                 PhaseFigures(
                     kind, phase.name, runs, ns / runs / 1e3, ns / total_ns, read / ns,
-                    cost.flops / ns,
+                    cost.flops / ns, read / runs,
                 )
             )  # fmt: skip
     return figures
+
+
+STAGES = ("draft", "tree", "verify", "decide", "compact")
+"""The parts of a step that a user knows."""
+
+
+def stage_of(phase: str) -> str:
+    """The stage that a phase belongs to."""
+    if phase in ("tree", "rows"):
+        return "tree"
+    if phase in STAGES:
+        return phase
+    return "draft" if phase.startswith("draft_") else "verify"
+
+
+def decode_steps_of(figures: Sequence[PhaseFigures]) -> int:
+    """Steps that decided something, among figures of one kind of step."""
+    return sum(f.runs for f in figures if f.phase == "decide")
+
+
+def stage_us(figures: Sequence[PhaseFigures]) -> dict[str, float]:
+    """Microseconds a step by stage, from figures of one kind of step; empty without a step."""
+    steps = decode_steps_of(figures)
+    if not steps:
+        return {}
+    spent = dict.fromkeys(STAGES, 0.0)
+    for f in figures:
+        spent[stage_of(f.phase)] += f.runs * f.us / steps
+    return spent
+
+
+def bytes_per_step(figures: Sequence[PhaseFigures]) -> float:
+    """Weights, keys and values that a step must read at least once; 0 without a step."""
+    steps = decode_steps_of(figures)
+    return sum(f.runs * f.read_bytes for f in figures) / steps if steps else 0.0
 
 
 def table(figures: Sequence[PhaseFigures]) -> str:

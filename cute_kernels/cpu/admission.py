@@ -6,6 +6,7 @@ run out of pages later.
 
 from __future__ import annotations
 
+from cute_kernels.cpu.policy import open_slot
 from cute_kernels.cpu.service import completion_room, emit_terminal
 from cute_kernels.cpu.slots import Count, Stage
 from cute_kernels.cpu.state import PAGE
@@ -135,9 +136,7 @@ def admit(wire, sched, batch, limits):
         slot.pages = pages
         slot.steps = 0
         slot.pauses = 0
-        slot.rest = 0
-        slot.idle_rounds = 0
-        slot.gain = 1.0
+        open_slot(slot)
         _take_params(slot, sched.sampling[s], wire.params[entry.block])
         for i in range(pages):
             sched.count[_FREE_PAGES] -= 1

@@ -41,11 +41,8 @@ def pack_drafter(
     model = config.as_model()
     dtype = "fp32" if target.embed.dtype == np.float32 else "bf16"
     pack.dims_of(model)
-    weights = pack.pack_weights(
-        model, get, positions, dtype, head_norms=True, shared=target
-    )  # fmt: skip
+    weights = pack.pack_weights(model, get, positions, dtype, shared=target)
     weights = weights._replace(
-        rope=config.rotations(positions).astype(np.float32),
         # The logits are linear in it, so a scale of theirs costs nothing here.
         final_norm=weights.final_norm * np.float32(config.output_multiplier),
     )

@@ -109,30 +109,21 @@ def _rotation_order(head_dim: int) -> np.ndarray:
     return halves.transpose(1, 0, 2).reshape(-1)
 
 
-def rope_table(config: ModelConfig, positions: int) -> np.ndarray:
-    """`[positions, 2, head_dim / 2]` cosines and sines, computed in float64."""
-    half = config.head_dim // 2
-    frequency = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
-    angle = np.arange(positions, dtype=np.float64)[:, None] * frequency
-    return np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
-
-
 def pack_weights(
     config: ModelConfig,
     get: Getter,
     positions: int,
     dtype: str = "fp32",
     *,
-    head_norms: bool = False,
     shared: Weights | None = None,
 ) -> Weights:
     """Pack a model's tensors, one at a time, into one arena.
 
     `get(name)` returns a float32 tensor whose rows are outputs: `embed`, `final_norm`, `head` (not
     asked for when tied), and `layers.{i}.` + `attn_norm`, `q`, `k`, `v`, `o`, `ffn_norm`, `gate`,
-    `up`, `down`; with `head_norms` also `q_norm` and `k_norm`. With `shared`, `embed` and `head`
-    are that model's, not asked for and not copied. `positions` is how many positions can be
-    rotated. ValueError for a wrong shape.
+    `up`, `down`; with `qk_norm` also `q_norm` and `k_norm`, with `qkv_bias` also `q_bias`, `k_bias`
+    and `v_bias`. With `shared`, `embed` and `head` are that model's, not asked for and not copied.
+    `positions` is how many positions can be rotated. ValueError for a wrong shape.
     """
     if dtype not in ("fp32", "bf16"):
         raise ValueError(f"weights dtype {dtype!r} is unknown; use 'fp32' or 'bf16'")
@@ -156,8 +147,9 @@ def pack_weights(
     arena = _Arena(size)
     packed = {name: arena.take(shape, kind) for name, shape in shapes.items()}
     norms = {name: np.empty((c.layers, c.hidden), np.float32) for name in ("attn", "ffn")}
-    head_size = c.head_dim if head_norms else 0
+    head_size = c.head_dim if c.qk_norm else 0
     norms |= {name: np.empty((c.layers, head_size), np.float32) for name in ("q", "k")}
+    bias = np.empty((c.layers, q_rows + 2 * kv_rows if c.qkv_bias else 0), np.float32)
 
     def tensor(name: str, *shape: int) -> np.ndarray:
         value = np.asarray(get(name), np.float32)
@@ -175,7 +167,7 @@ def pack_weights(
         at = f"layers.{i}."
         norms["attn"][i] = tensor(at + "attn_norm", c.hidden)
         norms["ffn"][i] = tensor(at + "ffn_norm", c.hidden)
-        if head_norms:
+        if c.qk_norm:
             norms["q"][i] = tensor(at + "q_norm", c.head_dim)
             norms["k"][i] = tensor(at + "k_norm", c.head_dim)
         first = 0
@@ -183,8 +175,13 @@ def pack_weights(
             matrix = tensor(at + name, rows, c.hidden)
             if name != "v":
                 matrix = matrix.reshape(-1, c.head_dim, c.hidden)[:, order].reshape(rows, c.hidden)
-            _fill(packed["qkv"][i, first : first + rows // LANES], matrix)
-            first += rows // LANES
+            _fill(packed["qkv"][i, first // LANES : (first + rows) // LANES], matrix)
+            if c.qkv_bias:
+                values = tensor(at + name + "_bias", rows)
+                if name != "v":
+                    values = values.reshape(-1, c.head_dim)[:, order].reshape(rows)
+                bias[i, first : first + rows] = values
+            first += rows
         _fill(packed["out"][i], tensor(at + "o", c.hidden, q_rows))
         _fill(packed["gate_up"][i, 0::2], tensor(at + "gate", c.ffn, c.hidden))
         _fill(packed["gate_up"][i, 1::2], tensor(at + "up", c.ffn, c.hidden))
@@ -203,10 +200,11 @@ def pack_weights(
         attn_norm=norms["attn"],
         ffn_norm=norms["ffn"],
         final_norm=tensor("final_norm", c.hidden).copy(),
-        rope=rope_table(c, positions),
+        rope=c.rotations(positions).astype(np.float32),
         eps=np.array([c.rms_eps], np.float32),
         q_norm=norms["q"],
         k_norm=norms["k"],
+        qkv_bias=bias,
     )
 
 

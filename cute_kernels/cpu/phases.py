@@ -84,6 +84,7 @@ def qkv(dims, weights, kv, batch, acts, layer, worker, counters, op):
             ahead = _first_of_out(dims, weights, layer, worker)
         w = pointer(weights.qkv, (layer * items + item) * width * hidden)
         multiply_pairs(x, stride, rows, w, hidden, buffer, ahead)
+        _add_bias(weights.qkv_bias[layer], item * width, buffer, rows)
         head, first = item * width // dims.head_dim, item * width % dims.head_dim // 2
         if head < dims.heads:
             norm_heads(buffer, rows, weights.q_norm[layer], weights.eps[0])
@@ -117,6 +118,14 @@ def multiply_pairs(x, x_stride, rows, w, depth, buffer, ahead):
         pair_gemm(
             x, x_stride, rows, here, LANES, depth * LANES, out, width, depth, False, coming, True
         )
+
+
+@jit
+def _add_bias(bias, at, buffer, rows):
+    """Columns at..at+width of the bias to every row; nothing where the model has no bias."""
+    for r in range(rows if bias.size > 0 else 0):
+        for j in range(buffer.shape[1]):
+            buffer[r, j] += bias[at + j]
 
 
 @jit

@@ -1,15 +1,20 @@
 """How much to speculate when the budget is `auto`: measured step times against promised tokens.
 
-Committed tokens per second is what counts. A node that is accepted with probability q is worth q
-tokens, and costs what its row adds to the step. With `rate` tokens per nanosecond coming out at
-present, a budget of B nodes is worth
+Committed tokens per second is what counts. With `rate` tokens per nanosecond coming out at present,
+a tree of B nodes in a step of R other rows is worth
 
-    gain * (sum of the B best q) - rate * (t(rows with B nodes) - t(rows without))
+    gain * (sum of the B best q) - rate * (t(R + B) - t(R))
 
-and the best B of a ladder is taken; the tree's nodes come best first, so a smaller budget is the
-tree's beginning. `gain` corrects the drafter's probabilities by what was accepted lately. When even
-the best B does not pay for the draft itself, the slot decodes plainly for a while, twice as long
-each time in a row. Nothing of this shows in the output: a row's numbers do not depend on the rest.
+tokens, where q is the drafter's probability that a node is accepted; the best B of a ladder is
+taken. The tree's nodes come best first, so a smaller budget is the tree's beginning. (This is
+Dinkelbach's way to maximise a ratio of sums: its fixed point is the best rate.) `gain` corrects the
+drafter's probabilities by what was accepted lately. Where even the best B has not been worth the
+draft itself, averaged over the slot's last steps, the slot decodes plainly for a while.
+
+Step times are known as a level, which follows the machine from step to step, times a shape over the
+number of rows, which starts from a guess and is measured. Neighbours of the chosen budget that have
+not been measured lately are tried, a few steps each. Nothing of this shows in the output: a row's
+numbers do not depend on the rest.
 """
 
 from __future__ import annotations
@@ -20,26 +25,41 @@ import numpy as np
 
 from host.jit import jit
 
-LADDER = np.array([1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63], np.int64)
-"""Budgets to choose from."""
+LADDER = np.array([1, 3, 7, 11, 15, 23, 31, 47, 63], np.int64)
+"""Budgets to choose from: with the root, they fill whole numbers of the kernels' row tiles."""
 
 LARGEST = 63
 _ROWS = np.array([1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256], np.float64)
 _LONGEST_REST = 64
-_KEEP = 0.9
+_PRIOR_TOKENS = 4.0  # as many accepted tokens as promised, before a slot has accepted anything
+_MEMORY = 0.93  # of promises and acceptances: some fourteen steps
+_PROFIT_MEMORY = 0.95
+_RATE_MEMORY = 0.95
+_LEVEL_STEP, _SHAPE_STEP, _DRAFT_STEP = 0.2, 0.1, 0.1
+_SETTLED = 3  # measurements that a point of the shape needs
+_STALE = 512  # steps after which a point is measured again
 
 
 class Policy(NamedTuple):
-    """Running measurements of the loop, float64."""
+    """Running measurements of the loop. Written by the leader between steps, read in them."""
 
-    step_ns: np.ndarray  # [rows of the ladder] a step without draft and prefill; 0: not measured
-    draft_ns: np.ndarray  # [1] the draft part of a step
-    rate: np.ndarray  # [1] committed tokens per ns
+    shape: np.ndarray  # [rows of the ladder] float64: time of a step over the level; see `_guess`
+    seen: np.ndarray  # [rows of the ladder] int64: measurements; all but the first few weigh alike
+    last: np.ndarray  # [rows of the ladder] int64: the step of the last measurement
+    times: np.ndarray  # [3] float64: level in ns; draft in ns; both 0 until measured
+    flow: np.ndarray  # [2] float64: tokens and ns of the last steps, decaying
+    steps: np.ndarray  # [1] int64: steps measured
 
 
 def make_policy() -> Policy:
     """Nothing measured yet."""
-    return Policy(np.zeros(len(_ROWS)), np.zeros(1), np.zeros(1))
+    n = len(_ROWS)
+    # Before anything is measured: up to 8 rows wait for the weights, more wait for arithmetic.
+    guess = np.where(_ROWS <= 1, 1.0, np.maximum(1.2, 0.95 + _ROWS / 11))
+    return Policy(
+        guess, np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(2), np.zeros(2),
+        np.zeros(1, np.int64),
+    )  # fmt: skip
 
 
 @jit
@@ -51,36 +71,73 @@ def _bucket(rows):
 
 
 @jit
-def step_time(policy, rows):
-    """ns of a step of `rows` decode rows: what was measured nearest below, and interpolated up to
-    the next measured point. Not measured at all: as long as what is known, so that it is tried."""
-    below, above = -1, -1
-    for i in range(_ROWS.shape[0]):
-        if policy.step_ns[i] > 0:
-            if _ROWS[i] <= rows:
-                below = i
-            elif above < 0:
-                above = i
-    if below < 0:
-        return policy.step_ns[above] if above >= 0 else 0.0
-    if above < 0:
-        return policy.step_ns[below]
-    part = (rows - _ROWS[below]) / (_ROWS[above] - _ROWS[below])
-    return policy.step_ns[below] + part * (policy.step_ns[above] - policy.step_ns[below])
+def _relative_time(policy, rows):
+    """Time of a step of `rows` rows over the level."""
+    i = _bucket(rows)
+    if i + 1 == _ROWS.shape[0]:
+        return policy.shape[i] * rows / _ROWS[i]
+    part = (rows - _ROWS[i]) / (_ROWS[i + 1] - _ROWS[i])
+    return policy.shape[i] + part * (policy.shape[i + 1] - policy.shape[i])
 
 
 @jit
-def _smooth(array, i, value):
-    array[i] = value if array[i] == 0 else _KEEP * array[i] + (1 - _KEEP) * value
+def step_time(policy, rows):
+    """ns of a step of `rows` decode rows without draft and prefill; before any was measured, in
+    units of a step of one row."""
+    return max(policy.times[0], 1.0) * _relative_time(policy, rows)
+
+
+@jit
+def _rate(policy, rows):
+    """Tokens per ns of late; before any step, what plain decoding is guessed to give."""
+    if policy.flow[1] > 0:
+        return policy.flow[0] / policy.flow[1]
+    return rows / step_time(policy, rows)
+
+
+@jit
+def _toward(old, new, step):
+    """`old` moved towards `new`, a single measurement counting as at most a factor of two."""
+    return old + step * (min(max(new, old / 2), 2 * old) - old)
 
 
 @jit
 def note_step(policy, rows, tokens, target_ns, draft_ns, drafted):
     """After a step without prefill: its decode rows, committed tokens and times."""
-    _smooth(policy.step_ns, _bucket(rows), target_ns)
+    policy.steps[0] += 1
+    level, i = policy.times[0], _bucket(rows)
+    time = np.float64(max(target_ns, 1))
+    if level == 0:
+        policy.times[0] = time / _relative_time(policy, rows)
+    elif _ROWS[i] == rows:
+        step = max(_SHAPE_STEP, 1.0 / (1 + policy.seen[i]))
+        if policy.seen[i] >= _SETTLED:
+            policy.times[0] = _toward(level, time / policy.shape[i], _LEVEL_STEP)
+        before = policy.shape[i]
+        policy.shape[i] = _toward(before, time / level, step)
+        for j in range(i + 1, _ROWS.shape[0]):  # what is still a guess keeps its distance
+            if policy.seen[j] == 0:
+                policy.shape[j] *= policy.shape[i] / before
+        policy.seen[i] += 1
+        policy.last[i] = policy.steps[0]
+    else:
+        policy.times[0] = _toward(level, time / _relative_time(policy, rows), _LEVEL_STEP)
     if drafted:
-        _smooth(policy.draft_ns, 0, draft_ns)
-    _smooth(policy.rate, 0, tokens / (target_ns + draft_ns))
+        draft = policy.times[1]
+        known = _toward(draft, np.float64(draft_ns), _DRAFT_STEP) if draft else draft_ns
+        policy.times[1] = known
+    policy.flow[0] = _RATE_MEMORY * policy.flow[0] + tokens
+    policy.flow[1] = _RATE_MEMORY * policy.flow[1] + target_ns + draft_ns
+
+
+@jit
+def open_slot(slot):
+    """A new request: drafting is tried, and what the slot's last one knew is half forgotten."""
+    slot.rest = 0
+    slot.idle_rounds = 0
+    slot.profit = max(slot.profit, np.float32(0.0))
+    slot.promised = np.float32(0.5 * slot.promised + _PRIOR_TOKENS)
+    slot.accepted = np.float32(0.5 * slot.accepted + _PRIOR_TOKENS)
 
 
 @jit
@@ -93,34 +150,60 @@ def suggested(slot):
 
 
 @jit
-def cut_budget(policy, slot, expected, nodes, rows):
-    """How many of a tree's `nodes` nodes to verify in a step of `rows` rows without them.
+def _is_unknown(policy, rows):
+    """Whether a step of so many rows should be tried to learn its time."""
+    i = _bucket(rows)
+    if _ROWS[i] != rows:
+        return False
+    return policy.seen[i] < _SETTLED or policy.steps[0] - policy.last[i] > _STALE
 
-    `expected[B]` is the sum of the probabilities of its first B nodes. Remembers whether drafting
-    paid.
+
+@jit
+def _to_try(policy, at, nodes, rows, slots):
+    """A budget beside `LADDER[at]`, it itself, or none, whose time is not known; -1: all are."""
+    for i in range(max(at - 1, 0), at + 2):
+        if i < LADDER.shape[0] and LADDER[i] <= nodes:
+            if _is_unknown(policy, rows + slots * LADDER[i]):
+                return LADDER[i]
+    return np.int64(0) if _is_unknown(policy, rows) else np.int64(-1)
+
+
+@jit
+def cut_budget(policy, slot, expected, nodes, rows, slots):
+    """How many of a tree's `nodes` nodes to verify, where `slots` slots draft in a step of `rows`
+    rows without nodes; the others are taken to choose alike.
+
+    `expected[B]` is the sum of the probabilities of its first B nodes. Remembers what drafting was
+    worth, and lets the slot rest when that is nothing.
     """
-    base = step_time(policy, rows)
-    best, best_value = 0, 0.0
+    base, rate = step_time(policy, rows), _rate(policy, rows)
+    gain = slot.accepted / slot.promised
+    best, best_value, at = 0, 0.0, -1
     for i in range(LADDER.shape[0]):
         budget = min(LADDER[i], nodes)
-        cost = policy.rate[0] * (step_time(policy, rows + budget) - base)
-        value = slot.gain * expected[budget] - cost
+        cost = rate * (step_time(policy, rows + slots * budget) - base) / slots
+        value = gain * expected[budget] - cost
         if value > best_value:
-            best, best_value = budget, value
+            best, best_value, at = budget, value, i
         if budget == nodes:
             break
-    if best_value > policy.rate[0] * policy.draft_ns[0]:
-        slot.idle_rounds = 0
-    else:
+    worth = best_value - rate * policy.times[1] / slots
+    slot.profit = np.float32(_PROFIT_MEMORY * slot.profit + (1 - _PROFIT_MEMORY) * worth)
+    tried = _to_try(policy, at, nodes, rows, slots)
+    if tried >= 0:
+        return tried
+    if slot.profit < 0:
         slot.rest = min(1 << slot.idle_rounds, _LONGEST_REST)
         slot.idle_rounds += 1 if slot.rest < _LONGEST_REST else 0
+    else:
+        slot.idle_rounds = 0
     return best
 
 
 @jit
 def note_acceptance(slot, accepted, promised):
     """After a walk: nodes accepted against the sum of their probabilities."""
-    if promised > 0.05:
-        ratio = min(accepted / promised, 4.0)
-        slot.gain = np.float32(_KEEP * slot.gain + (1 - _KEEP) * ratio)
-        slot.gain = max(slot.gain, np.float32(0.05))
+    slot.promised = np.float32(_MEMORY * slot.promised + promised)
+    slot.accepted = np.float32(_MEMORY * slot.accepted + accepted)
+    slot.promised = max(slot.promised, np.float32(0.05))
+    slot.accepted = max(slot.accepted, np.float32(0.05))

@@ -53,7 +53,9 @@ SLOT = np.dtype(
         # and over steps
         ("rest", "i4"),  # steps for which drafting is suspended because it did not pay
         ("idle_rounds", "i4"),  # how often it was suspended in a row
-        ("gain", "f4"),  # accepted nodes per node the drafter's probabilities promised
+        ("profit", "f4"),  # tokens that drafting was worth lately beyond its cost, per step
+        ("promised", "f4"),  # accepted nodes of late: what the drafter's probabilities promised,
+        ("accepted", "f4"),  # and what came
     ]
 )
 

@@ -97,9 +97,10 @@ def draft_rank(
 @jit
 def grow_trees(sched, trees, frontiers, ranked, limits, policy, worker, workers, counters, op):
     """One item per slot: its tree, and with an automatic budget how much of it pays."""
-    rows = 0
+    rows, drafting = 0, 0
     for s in range(sched.slot.shape[0]):
         rows += sched.slot[s].first_row >= 0
+        drafting += sched.slot[s].drafts
     s = worker
     while s < sched.slot.shape[0]:
         slot = sched.slot[s]
@@ -111,7 +112,7 @@ def grow_trees(sched, trees, frontiers, ranked, limits, policy, worker, workers,
                 frontier_of(frontiers, worker),
             )  # fmt: skip
             if limits.budget == _AUTO:
-                nodes = cut_budget(policy, slot, tree.expected, nodes, rows)
+                nodes = cut_budget(policy, slot, tree.expected, nodes, rows, drafting)
                 tree.rows[0] = nodes + 1
             slot.nodes = nodes
         s = workers + fetch_add(counters, op * 8, 1)

@@ -34,7 +34,7 @@ class Dims(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Packed weights, float32 or bfloat16 as uint16, one copy; norms float32.
+    """Packed weights, float32 or bfloat16 as uint16, one copy; norms and biases float32.
 
     `qkv` holds the query heads, then the key heads, then the value heads, each head D/16 tiles. In
     query and key heads tile 2i holds dimensions 16i..16i+15 and tile 2i+1 those D/2 further on, so
@@ -56,6 +56,8 @@ class Weights(NamedTuple):
     eps: np.ndarray  # [1] float32
     q_norm: np.ndarray  # [L, D] float32, RMSNorm of each query head; [L, 0] where there is none
     k_norm: np.ndarray  # [L, D] float32, the same of each key head
+    qkv_bias: np.ndarray  # [L, (heads + 2 * kv_heads) * D] float32, outputs in the order of `qkv`;
+    #                       [L, 0] where there is none
 
 
 class Kv(NamedTuple):

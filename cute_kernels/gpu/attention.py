@@ -3,20 +3,20 @@
 A row at position p sums its keys in one order whatever the tree, the batch or the committed length:
 keys below c(p) = 64 floor(max(p - 15, 0) / 64) in absolute blocks of 64, block b by split
 b mod `splits`, a split's blocks ascending (their two halves apart), then the splits in the order
-of `merge_splits`; then keys c(p) .. p along the row's own path, one by one in position order, in
-fp32. Blocks beyond a row's c(p) are an exact
-identity for it.
+of `merge_words`; then keys c(p) .. p along the row's own path, one by one in position order, in
+fp32. Blocks beyond a row's c(p) are an exact identity for it.
 
 CTA (kv head, split) multiplies its blocks for all heads of the kv head: warp (head, half) takes 32
-keys of every block, mma.sync m16n8k16 with the 16 rows on the m side. Half 0 adds both halves,
-publishes (sums, maximum, denominator) as words and waits for the other splits' words of row
-`split`; meanwhile half 1 does that row's tail. KV blocks come through the weight ring; keys of the
-step's own rows come as words from the qkv phase.
+keys of every block (64 where there is but one warp a head), mma.sync m16n8k16 with the 16 rows on
+the m side. It publishes (sums, maximum, denominator) of every row as words; row r is merged by
+the CTA of split r mod `splits`, which also does the row's tail. So with one row one CTA a kv head
+merges, and a CTA that has neither blocks nor rows does nothing. Whoever reads a word publishes one
+that depends on it: the clearing of buffers relies on that (kernel.py).
 
-A page holds 64 positions; a block is one (page, layer, kv head): 64 rows of K, then of V, 128 bytes
-each. In a row the 16-byte piece i lies at i ^ (row & 7), so ldmatrix has no bank conflicts. K rows
-keep head dimensions in the order of `key_order`: the halves of a rotary pair side by side, and
-within 16 values the order in which lanes hold the A fragments of Q.
+q, k and v come as raw columns of qkv, in words; every warp norms and rotates its own head rows of
+q, and four warps of a merging CTA those of k and v of the step. KV blocks come through the weight
+ring. The CTA of split 0 writes the step's K and V to their pages: row i to position i of the
+first row's on. Layout of pages: kv_layout.py; of parts: attention_merge.py.
 
 At short contexts every instruction here runs once a layer, behind phases whose code has pushed it
 out of the instruction cache: the code is kept small (loops stay loops, lanes share the merge).
@@ -27,18 +27,112 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.attention_tail import run_tail
-from cute_kernels.gpu.config import PAGE, TAIL_KEYS, AttentionSmem
-from cute_kernels.gpu.fragments import bf16_pair, exp2, mma, put_word, unpack_pair
-from cute_kernels.gpu.gemm import take_words
+from cute_kernels.gpu.attention_merge import (
+    give_stats,
+    give_sums,
+    publish_part,
+    publish_row,
+    row_parts,
+    take_parts,
+)
+from cute_kernels.gpu.attention_plan import ROWS, halves, stages_per_block
+from cute_kernels.gpu.attention_stream import (  # begin_produce, produce_kv: for the kernel
+    Places,
+    begin_produce,
+    begin_step,
+    desc_int,
+    produce_kv,
+)
+from cute_kernels.gpu.attention_tail import row_address, run_tail, wait_for_tail
+from cute_kernels.gpu.board import Desc
+from cute_kernels.gpu.config import CHUNK_BYTES
+from cute_kernels.gpu.fragments import bf16_pair, exp2, mma
+from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.ring import advance
+from cute_kernels.gpu.rotary import norm_weights, rotate_head
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import Buffers
 
+__all__ = ["begin_produce", "begin_step", "produce_kv", "run_attention"]
 NEG_INF = -float("inf")
 
 
-# -- committed blocks --------------------------------------------------------------------------
+# -- words in ------------------------------------------------------------------------------------
+@cute.jit
+def take_rows(k: cutlass.Constexpr, words: cute.Tensor, addresses: cutlass.Constexpr,
+              awaited: cutlass.Constexpr):  # fmt: skip
+    """This lane's 16-byte vectors as their words arrive; zero where not awaited. All lanes of the
+    warp must call it."""
+    for i, ok in enumerate(awaited):
+        empty = sync.select(ok, Uint32(sync.EMPTY), Uint32(0))
+        for e in range(4):
+            words[4 * i + e] = empty
+    tries, since, missing = Int32(0), Int64(0), Uint32(1)
+    if cutlass.const_expr(k.c.probe and len(addresses) > k.c.ask_at_once):
+        # one vector first: polling for everything would cost L2 bandwidth
+        while missing != 0:
+            missing = ask_missing(words, addresses[:1])
+            tries, since = sync.overdue(tries, since)
+        missing = Uint32(1)
+    while missing != 0:
+        missing = ask_missing(words, addresses)
+        tries, since = sync.overdue(tries, since)
+
+
+def ask_missing(words, addresses):
+    """One round of loads of what is missing; 1 if any lane still misses something."""
+    for i, at in enumerate(addresses):
+        mine = [words[4 * i + e] for e in range(4)]
+        for e, v in enumerate(sync.ld_missing_words(at, mine, sync.largest(mine))):
+            words[4 * i + e] = v
+    return sync.any_lane_empty(sync.largest([words[i] for i in range(4 * len(addresses))]))
+
+
+@cute.jit
+def take_inputs(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32, head: Int32,
+                qkv: Int64, words: cute.Tensor):  # fmt: skip
+    """In one wait: this warp's head rows of q, and its share of the step's K and V rows of the kv
+    head (half of the rows of K or of V for each of the last four warps), normed and rotated, into
+    shared memory. words: q as head rows of rows 0 to 7 and 8 to 15, then that share."""
+    c, s = k.c, k.c.shape
+    chunks, vector = s.head_dim // 32, k.lane * 16
+    row = k.lane >> 2
+    q_weights, k_weights = norm_weights(k, layer, 0), norm_weights(k, layer, 1)
+    task = c.warps - 1 - k.wid
+    values, upper = task & 1, task >> 1
+    of_kv = (p.split < rows) & (task < 4) & (upper * 8 + row < rows)
+    of_q = k.wid < c.group_heads * halves(c)
+    q_at = qkv + Int64((p.kv_head * c.group_heads + head) * (chunks * CHUNK_BYTES) + vector)
+    first = s.heads + p.kv_head + values * s.kv_heads
+    kv_at = qkv + Int64(first * (chunks * CHUNK_BYTES) + upper * 512 + vector)
+    addresses = [q_at + (i * CHUNK_BYTES + b * 512) for b in range(2) for i in range(chunks)]
+    addresses += [kv_at + i * CHUNK_BYTES for i in range(chunks)]
+    awaited = [of_q & (8 * b + row < rows) for b in range(2) for i in range(chunks)]
+    take_rows(k, words, addresses, awaited + [of_kv] * chunks)
+    rope = p.rope + row * p.smem.rope_stride
+    if of_q:
+        rotate_head(k, words, 0, rope, q_weights)
+        if rows > 8:
+            rotate_head(k, words, 4 * chunks, rope + 8 * p.smem.rope_stride, q_weights)
+    if (p.split < rows) & (task < 4):
+        row = row + upper * 8
+        row_bytes = 2 * s.head_dim
+        to = row_address(p.new + values * (ROWS * row_bytes), row, row_bytes)
+        if values == 0:
+            rotate_head(k, words, 8 * chunks, p.rope + row * p.smem.rope_stride, k_weights)
+            if row < rows:
+                for i in cutlass.range_constexpr(4 * chunks):
+                    at = (to ^ (i << 4)) + (k.lane & 3) * 4
+                    sync.sts(at, sync.as_float(words[8 * chunks + i]))
+        else:
+            if row < rows:
+                for i in cutlass.range_constexpr(0, 4 * chunks, 2):
+                    at = (to ^ ((i + ((k.lane & 3) >> 1)) << 4)) + (k.lane & 1) * 8
+                    pair = [sync.as_float(words[8 * chunks + i + e]) for e in range(2)]
+                    sync.sts_pair(at, *pair)
+
+
+# -- committed blocks ----------------------------------------------------------------------------
 def ldmatrix(addr, transposed):
     kind = "ldmatrix.sync.aligned.m8n8.x4" + (".trans" if transposed else "")
     return ptx_read(
@@ -59,44 +153,45 @@ def quad_sum(v):
 
 
 def block_scores(k, q, base):
-    """S = Q K^T of 16 rows and 32 keys: 4 tiles of 8 keys; and the registers read."""
-    i = k.lane
-    lanes = [base + (i & 7) * 128 + (((4 * pair + (i >> 3)) ^ (i & 7)) << 4) for pair in range(2)]
-    loaded, tiles = [], []
+    """S = Q K^T of 16 rows and 32 keys: 4 tiles of 8 keys."""
+    i, d = k.lane, k.c.shape.head_dim
+    at = base + (i & 7) * (2 * d)
+    piece = ((i >> 3) ^ (i & 7)) << 4
+    tiles, upper = [], d // 8
     for j in range(4):
         s = [Float32(0.0)] * 4
-        for pair in range(2):
-            b = ldmatrix(lanes[pair] + j * 1024, False)
-            loaded += b
+        for chunk in range(d // 32):
+            b = ldmatrix(at + (piece ^ (chunk * 64)) + j * (16 * d), False)
             for e in range(2):
-                at = (pair * 2 + e) * 4
-                s = mma(s, [q[at + w] for w in range(4)], b[2 * e : 2 * e + 2])
+                w = chunk * 4 + 2 * e
+                a = [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
+                s = mma(s, a, b[2 * e : 2 * e + 2])
         tiles.append(s)
-    return tiles, loaded
+    return tiles
 
 
 def block_values(k, o, probabilities, base):
-    """O += P V; o: flat [8 tiles of 8 dimensions x 4]. Returns the registers read."""
-    i, loaded = k.lane, []
-    lanes = [base + (i & 15) * 128 + (((n + (i >> 4)) ^ (i & 7)) << 4) for n in range(0, 8, 2)]
+    """O += P V; o: flat [tiles of 8 dimensions x 4]."""
+    i, d = k.lane, k.c.shape.head_dim
+    at = base + (i & 15) * (2 * d)
+    piece = ((i >> 4) ^ (i & 7)) << 4
     for u in range(2):
         p = probabilities[2 * u], probabilities[2 * u + 1]
         a = [bf16_pair(p[e >> 1][2 * (e & 1)], p[e >> 1][2 * (e & 1) + 1]) for e in range(4)]
-        for n in range(0, 8, 2):
-            b = ldmatrix(lanes[n // 2] + u * 2048, True)
-            loaded += b
+        for n in range(0, d // 8, 2):
+            b = ldmatrix(at + (piece ^ (n << 4)) + u * (32 * d), True)
             for e in range(2):
-                at = (n + e) * 4
-                d = mma([o[at + w] for w in range(4)], a, b[2 * e : 2 * e + 2])
+                to = (n + e) * 4
+                sums = mma([o[to + w] for w in range(4)], a, b[2 * e : 2 * e + 2])
                 for w in range(4):
-                    o[at + w] = d[w]
-    return loaded
+                    o[to + w] = sums[w]
 
 
-def softmax_block(k, tiles, valid, m, den, o, scale):
+def softmax_block(k, tiles, valid, m, den, o):
     """One online-softmax step for both row halves; returns the probabilities by tile. m is in
     units of scaled scores. A row the block is not for gets probabilities 2^-inf = 0, factor 1."""
     p = [[None] * 4 for _ in range(4)]
+    scale = k.c.shape.head_dim**-0.5 * 1.4426950408889634
     for h in range(2):
         s = [tiles[j][2 * h + e] for j in range(4) for e in range(2)]
         top = quad_max(sync.maximum(s))
@@ -108,206 +203,104 @@ def softmax_block(k, tiles, valid, m, den, o, scale):
             p[j][2 * h : 2 * h + 2] = sums[2 * j : 2 * j + 2]
         while len(sums) > 1:
             sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
-        total = sums[0]
         m[h] = new
-        den[h] = den[h] * alpha + total
-        for n in range(8):
+        den[h] = den[h] * alpha + sums[0]
+        for n in range(k.c.shape.head_dim // 8):
             for e in range(2):
-                o[n * 4 + 2 * h + e] = o[n * 4 + 2 * h + e] * alpha
+                at = n * 4 + 2 * h + e
+                o[at] = o[at] * alpha
     return p
 
 
-def zero_state(m, den, o):
-    for h in range(2):
-        m[h], den[h] = Float32(NEG_INF), Float32(0.0)
-    for i in range(32):
-        o[i] = Float32(0.0)
+def sums_seen(k, o):
+    """A word that depends on every load of a block: each tile of O does on its part of V and,
+    by way of the probabilities, on all of K."""
+    seen = sync.as_bits(o[0])
+    for n in range(2, k.c.shape.head_dim // 8, 2):  # two tiles a load
+        seen = seen | sync.as_bits(o[n * 4])
+    return seen
 
 
-def store_half(k, head, m, den, o):
-    """The second half's sums, for its partner warp."""
-    for h in range(2):
-        row = (k.lane >> 2) + 8 * h
-        sync.sts_pair(k.squares + (head * 16 + row) * 8, m[h], den[h])
-        for n in range(8):
-            at = k.red + ((head * 16 + row) * 64 + n * 8 + 2 * (k.lane & 3)) * 4
-            sync.sts_pair(at, o[n * 4 + 2 * h], o[n * 4 + 2 * h + 1])
-
-
-def publish_part(k, head, m, den, o, part):
-    """Merge both halves of the keys and publish this split's part of 16 rows of a head: 64 sums as
-    bf16 (rounded like the output itself; fp32 sums made the hand-off 1.5 us a layer longer),
-    maximum and denominator as fp32. A lane's eight words lie side by side: word 8 t + n holds
-    dimensions 8 n + 2 t and the next. Loads come before stores: the compiler keeps
-    the order of a load behind a relaxed store."""
-    c = k.c
-    for h in range(2):
-        row, t = (k.lane >> 2) + 8 * h, k.lane & 3
-        m1, den1 = sync.lds_pair(k.squares + (head * 16 + row) * 8)
-        at = k.red + ((head * 16 + row) * 64 + 2 * t) * 4
-        others = [sync.lds_pair(at + n * 32) for n in range(8)]
-        top = sync.maximum([m[h], m1])
-        safe = sync.choose(top > NEG_INF, top, 0.0)
-        e0, e1 = exp2(m[h] - safe), exp2(m1 - safe)
-        to = part + Int64(row * (c.splits * c.part_bytes))
-        words = []
-        for n, other in enumerate(others):
-            mine = o[n * 4 + 2 * h], o[n * 4 + 2 * h + 1]
-            words.append(bf16_pair(*(a * e0 + b * e1 for a, b in zip(mine, other, strict=True))))
-        sums = to + Int64(head * 128 + t * 32)
-        sync.st_words(sums, words[:4])
-        sync.st_words(sums + 16, words[4:])
-        publish_stats(k, head, top, den[h] * e0 + den1 * e1, to)
+def block_limit(k, rows, h):
+    """Blocks below c(p) of this lane's row in half h of an accumulator; none for an absent row."""
+    row = (k.lane >> 2) + 8 * h
+    position = desc_int(k, Desc.ROW_POSITION, row)
+    blocks = cutlass.max(position - 15, 0) >> 6
+    return Int32(sync.select(row < rows, Uint32(blocks), Uint32(0)))
 
 
 @cute.jit
-def publish_stats(k: cutlass.Constexpr, head: Int32, top: Float32, den: Float32, to: Int64):
-    if (k.lane & 3) == 0:
-        at = to + Int64(k.c.group_heads * 128 + head * 8)
-        sync.st_words(at, [sync.as_bits(top), sync.as_bits(den)])
-
-
-# -- words in and merging ---------------------------------------------------------------------
-@cute.jit
-def take_new_rows(k: cutlass.Constexpr, kv: Int64, q: cute.Tensor, q_at: Int64):
-    """This warp's Q fragments, and this step's K and V rows of the kv head into shared memory, in
-    one wait: both come from the qkv phase."""
-    threads, vectors = k.c.warps * 32, 16 * 256 // 16
-    rounds = -(-vectors // threads)
-    new = cute.make_rmem_tensor(cute.make_layout(4 * (4 + rounds)), Uint32)
-    addresses = [q_at + off for off in (0, 512, 1024, 1536)]
-    for r in cutlass.range_constexpr(rounds):
-        addresses.append(kv + Int64(cutlass.min(k.tid + r * threads, vectors - 1) * 16))
-    take_words(k, new, addresses)
-    for i in cutlass.range_constexpr(16):
-        q[i] = new[i]
-    for r in cutlass.range_constexpr(rounds):
-        if k.tid + r * threads < vectors:
-            words = [new[16 + 4 * r], new[17 + 4 * r], new[18 + 4 * r], new[19 + 4 * r]]
-            sync.sts_words(k.attn_new + (k.tid + r * threads) * 16, words)
-
-
-def ask_merge(k, u, sums_at, stats_at):
-    """One round of loads; returns the largest word. A lane has 8 dimensions of every fourth split,
-    and the statistics of one."""
-    n = k.c.splits // 4
-    for i in range(n):
-        for e, v in enumerate(sync.ld_words(sums_at + Int64(4 * i * k.c.part_bytes))):
-            u[4 * i + e] = v
-    u[4 * n], u[4 * n + 1] = sync.ld_pair_words(stats_at)
-    return sync.largest([u[i] for i in range(4 * n + 2)])
-
-
-def merge_splits(k, u, head, top_tail, den_tail):
-    """Splits of equal remainder mod 4 ascending, then the four sums in pairs, then the tail; four
-    words of this lane's 8 outputs."""
-    c = k.c
-    n, top = c.splits // 4, sync.as_float(u[c.splits])
-    den = sync.as_float(u[c.splits + 1])
-    for shift in range(5):
-        top = sync.maximum([top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift)])
-    top = sync.maximum([top, top_tail])
-    e = exp2(sync.as_float(u[c.splits]) - top)
-    den = sync.choose(k.lane < c.splits, den * e, 0.0)
-    for shift in range(5):
-        den = den + cute.arch.shuffle_sync_bfly(den, offset=1 << shift)
-    e_tail = exp2(top_tail - top)
-    inverse = 1.0 / (den + den_tail * e_tail)
-    o = [Float32(0.0)] * 8
-    for i in range(n):
-        factor = cute.arch.shuffle_sync(e, 4 * i + (k.lane >> 3))
-        for w in range(4):
-            pair = unpack_pair(u[4 * i + w])
-            for d in range(2):
-                o[2 * w + d] = o[2 * w + d] + pair[d] * factor
-    words = []
-    for w in range(4):
-        tail = sync.lds_pair(k.attn_q + (head * 64 + merge_dim(k, w)) * 4)
-        for d in range(2):
-            # x + y is the same either way round: every lane has one and the same total
-            v = o[2 * w + d]
-            v = v + cute.arch.shuffle_sync_bfly(v, offset=8)
-            v = v + cute.arch.shuffle_sync_bfly(v, offset=16)
-            o[2 * w + d] = (v + tail[d] * e_tail) * inverse
-        words.append(bf16_pair(o[2 * w], o[2 * w + 1]))
-    return words
-
-
-def merge_dim(k, w):
-    """First dimension of word w of this lane's four: see `publish_part`."""
-    place = (k.lane & 7) * 4 + w
-    return (place & 7) * 8 + (place >> 3) * 2
-
-
-# -- the phase ---------------------------------------------------------------------------------
-STAMPS = 8
-
-
-@cute.jit
-def stamp(k: cutlass.Constexpr, slot: cutlass.Constexpr):
-    """With `timing`: the time at which the first thread of half 0 and of half 1 came here."""
-    if cutlass.const_expr(k.c.timing):
-        other = k.c.group_heads * 32
-        if (k.tid == 0) | (k.tid == other):
-            at = k.stamps + Int64((k.tid // other * STAMPS + slot) * 8)
-            sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.globaltimer()))
-
-
-@cute.jit
-def run_blocks(k: cutlass.Constexpr, q: cute.Tensor, m: cute.Tensor, den: cute.Tensor,
-               o: cute.Tensor, half: Int32, stage: Int32, parity: Int32,
-               scale: cutlass.Constexpr):  # fmt: skip
-    """32 keys of every block of this CTA."""
-    limit0 = sync.lds_int(k.attn_rows + (k.lane >> 2) * 16 + 4)
-    limit1 = sync.lds_int(k.attn_rows + (k.lane >> 2) * 16 + 8 * 16 + 4)
-    block, lower = k.split, half * (32 * 128)
-    while block < k.main_blocks:
+def run_blocks(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, m: cute.Tensor,
+               den: cute.Tensor, o: cute.Tensor, half: Int32, rows: Int32, main_blocks: Int32,
+               stage: Int32, parity: Int32):  # fmt: skip
+    """This warp's keys of every block of this CTA; warps without a head only pass stages on."""
+    c, row_bytes = k.c, 2 * k.c.shape.head_dim
+    limit0, limit1 = block_limit(k, rows, 0), block_limit(k, rows, 1)
+    block = p.split
+    while block < main_blocks:
+        key_stage = stage
         sync.wait_parity(k.ring.full + stage * 8, parity)
-        base = k.ring.base + stage * k.ring.stage_bytes + lower
-        tiles, seen = block_scores(k, q, base)
-        valid = [block * PAGE < limit0, block * PAGE < limit1]
-        p = softmax_block(k, tiles, valid, m, den, o, scale)
-        seen = seen + block_values(k, o, p, base + PAGE * 128)
+        stage, parity = advance(k.ring, stage, parity)
+        value_stage = key_stage
+        if cutlass.const_expr(stages_per_block(c) == 2):
+            value_stage = stage
+            sync.wait_parity(k.ring.full + stage * 8, parity)
+            stage, parity = advance(k.ring, stage, parity)
+        seen = Uint32(0)
+        if k.wid < c.group_heads * halves(c):
+            keys = k.ring.base + key_stage * k.ring.stage_bytes
+            values = k.ring.base + value_stage * k.ring.stage_bytes
+            if cutlass.const_expr(stages_per_block(c) == 1):
+                values = values + PAGE * row_bytes
+            lower = half * (32 * row_bytes)
+            for _ in cutlass.range(2 // halves(c), unroll=1):
+                tiles = block_scores(k, q, keys + lower)
+                valid = [block < limit0, block < limit1]
+                prob = softmax_block(k, tiles, valid, m, den, o)
+                block_values(k, o, prob, values + lower)
+                lower = lower + 32 * row_bytes
+            seen = sums_seen(k, o)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            sync.release_after(k.ring.empty + stage * 8, seen, k.zero)
-        stage, parity = advance(k.ring, stage, parity)
-        block = block + k.c.splits
-    den[0], den[1] = quad_sum(den[0]), quad_sum(den[1])
+            sync.release_after(k.ring.empty + key_stage * 8, [seen], k.zero)
+            if cutlass.const_expr(stages_per_block(c) == 2):
+                sync.release_after(k.ring.empty + value_stage * 8, [seen], k.zero)
+        block = block + c.splits
     return stage, parity
 
 
+# -- the step's K and V to their pages -----------------------------------------------------------
 @cute.jit
-def merge_row(k: cutlass.Constexpr, head: Int32, cur: Int64):
-    """Wait for all splits' words of row `split`, then for the tail; publish the output row."""
-    c, b = k.c, Buffers.of(k.c)
-    u = cute.make_rmem_tensor(cute.make_layout(c.splits + 2), Uint32)
-    base = cur + b.part + Int64((k.kv_head * 16 + k.split) * (c.splits * c.part_bytes))
-    sums_at = base + Int64((k.lane >> 3) * c.part_bytes + head * 128 + (k.lane & 7) * 16)
-    split = cutlass.min(k.lane, c.splits - 1)
-    stats_at = base + Int64(split * c.part_bytes + c.group_heads * 128 + head * 8)
-    missing = sync.any_lane_empty(ask_merge(k, u, sums_at, stats_at))
-    tries, since = Int32(0), Int64(0)
-    if cutlass.const_expr(c.handoff == "words"):
-        while missing != 0:
-            missing = sync.any_lane_empty(ask_merge(k, u, sums_at, stats_at))
-            tries, since = sync.overdue(tries, since)
-    stamp(k, 5)
-    sync.consumer_sync(c.warps * 32)  # the tail is done
-    stamp(k, 6)
-    top, den = sync.lds_pair(k.attn_p + head * TAIL_KEYS * 8)
-    words = merge_splits(k, u, head, top, den)
-    col = (k.kv_head * c.group_heads + head) * 64
-    for w in cutlass.range_constexpr(4):
-        put_word(k, k.lane < 8, cur + b.a, k.split, col + merge_dim(k, w), words[w])
-    stamp(k, 7)
+def write_back(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32,
+               first_warp: cutlass.Constexpr):  # fmt: skip
+    """Warps from first_warp on: generic stores, then the writer's half of the proxy fence. The
+    release is the CTA's delivery of the step's results, behind a barrier of its consumers."""
+    c, s, row_bytes = k.c, k.c.shape, 2 * k.c.shape.head_dim
+    pieces = s.head_dim // 8
+    i = k.tid - first_warp * 32
+    while i < rows * (2 * pieces):
+        piece, row, values = i % pieces, i // (2 * pieces), i // pieces & 1
+        at = row_address(p.new + values * (ROWS * row_bytes), row, row_bytes) ^ (piece << 4)
+        words = sync.lds_words(at)
+        place = sync.lds_int(p.places + row * 4)
+        to = Int64((place & 63) * row_bytes + values * (PAGE * row_bytes))
+        to = to + Int64((piece ^ (place & 7)) * 16)
+        block = (Int64(place >> 6) * s.layers + layer) * s.kv_heads + p.kv_head
+        sync.ptx_do(
+            "st.global.v4.b32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};",
+            k.kv_pool + block * c.kv_block_bytes + to,
+            *words,
+        )
+        i = i + (c.warps - first_warp) * 32
+    sync.fence_async()
 
 
+# -- the phase -----------------------------------------------------------------------------------
 @cute.jit
-def release_tail(k: cutlass.Constexpr, stage: Int32, seen: Uint32):
+def release_tail(k: cutlass.Constexpr, n: Int32, stage: Int32, seen: Uint32):
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        for _ in cutlass.range(k.tail_count, unroll=1):
+        for _ in cutlass.range(n, unroll=1):
             sync.release_after(k.ring.empty + stage * 8, [seen], k.zero)
             stage = stage + 1
             if stage == k.ring.n:
@@ -315,72 +308,92 @@ def release_tail(k: cutlass.Constexpr, stage: Int32, seen: Uint32):
 
 
 @cute.jit
-def run_attention(k: cutlass.Constexpr, cur: Int64, stage: Int32, parity: Int32):
-    """Consumer warps' part: q and new K/V words in, attention output words out."""
-    c, s, b = k.c, k.c.shape, Buffers.of(k.c)
-    scale = s.head_dim**-0.5 * 1.4426950408889634
-    if k.kv_head < s.kv_heads:
-        head, half = k.wid % c.group_heads, k.wid // c.group_heads
-        q = cute.make_rmem_tensor(cute.make_layout(16), Uint32)
-        q_at = cur + b.q + Int64((k.kv_head * c.group_heads + head) * 2048 + k.lane * 16)
-        stamp(k, 0)
-        take_new_rows(k, cur + b.kv + Int64(k.kv_head * (16 * 256)), q, q_at)
-        m = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        den = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        o = cute.make_rmem_tensor(cute.make_layout(32), Float32)
-        zero_state(m, den, o)
-        stamp(k, 1)
-        stage, parity = run_blocks(k, q, m, den, o, half, stage, parity, scale)
-        if cutlass.const_expr(c.red_buffers > 1):  # somebody may still add qkv's last sums
-            sync.consumer_sync(c.warps * 32)
-        stamp(k, 2)
-        if half == 1:
-            store_half(k, head, m, den, o)
-        # after this barrier every warp has released all stages before the tail, so a warp that
-        # does not read the tail may release it at once
-        sync.consumer_sync(c.warps * 32)
-        stamp(k, 3)
-        if half == 1:
-            if k.split < 16:
-                seen = run_tail(k, head, q, stage, parity, scale)
-                release_tail(k, stage, seen)
-                stamp(k, 4)
-                sync.consumer_sync(c.warps * 32)
-        else:
-            mine = (k.kv_head * 16 * c.splits + k.split) * c.part_bytes
-            publish_part(k, head, m, den, o, cur + b.part + Int64(mine))
-            stamp(k, 4)
-            if k.split < 16:
-                release_tail(k, stage, Uint32(0))
-                merge_row(k, head, cur)
-        if k.split < 16:
-            for _ in cutlass.range(k.tail_count, unroll=1):
-                stage, parity = advance(k.ring, stage, parity)
-        else:
-            sync.consumer_sync(c.warps * 32)
-    return stage, parity
-
-
-# -- set-up ------------------------------------------------------------------------------------
-def attention_places(k, base, bid):
-    a = AttentionSmem.of(k.c.group_heads)
-    k.attn_rope, k.attn_new = base + a.rope, base + a.new
-    k.attn_q, k.attn_p, k.attn_rows = base + a.q, base + a.p, base + a.rows
-    k.kv_head, k.split = bid // k.c.splits, bid % k.c.splits
+def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, head: Int32,
+               half: Int32, rows: Int32, layer: Int32, part: Int64, out: Int64, stage: Int32,
+               parity: Int32):  # fmt: skip
+    """Tail and merge of rows split, split + splits, ...: the last half's warp of a head does the
+    tail while half 0's waits for the other splits' words."""
+    c, last_half = k.c, halves(k.c) - 1
+    tail_first, tail_count, main_blocks, _ = sync.lds_ints(p.step)
+    stages = tail_count * stages_per_block(c)
+    seen = Uint32(0)
+    if half == last_half:
+        wait_for_tail(k, tail_count, stage, parity)
+    if half <= last_half:
+        u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
+        row, slot = p.split, Int32(0)
+        while row < rows:
+            if half == last_half:
+                seen = seen | run_tail(k, p, head, row, slot, q, stage, tail_first)
+            if half == 0:
+                take_parts(k, u, head, row_parts(k, p, part, row), main_blocks)
+            if cutlass.const_expr(halves(c) == 2):
+                sync.pair_sync(head)
+            else:
+                cute.arch.sync_warp()
+            if half == 0:
+                publish_row(k, p, u, head, row, slot, out)
+            row, slot = row + c.splits, 1 - slot
+    release_tail(k, stages, stage, seen)
+    # by warps that do not merge, if there are any
+    idle = c.group_heads if c.warps > c.group_heads else 0
+    if p.split == 0:
+        if k.wid >= idle:
+            write_back(k, p, rows, layer, idle)
 
 
 @cute.jit
-def copy_table(k: cutlass.Constexpr, src: Int64, dst: Int32, n_bytes: cutlass.Constexpr):
-    i = k.tid * 16
-    while i < n_bytes:
-        words = ptx_read(
-            "ld.global.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Uint32] * 4, src + Int64(i)
-        )
-        sync.sts_words(dst + i, words)
-        i = i + k.c.warps * 32 * 16
+def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32, qkv: Int64,
+           part: Int64, out: Int64, stage: Int32, parity: Int32, tail_count: Int32,
+           main_blocks: Int32):  # fmt: skip
+    c, d = k.c, k.c.shape.head_dim
+    head, half = k.wid % c.group_heads, k.wid // c.group_heads
+    words = cute.make_rmem_tensor(cute.make_layout(12 * d // 32), Uint32)
+    take_inputs(k, p, rows, layer, head, qkv, words)
+    m = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    den = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    o = cute.make_rmem_tensor(cute.make_layout(d // 2), Float32)
+    for h in cutlass.range_constexpr(2):
+        m[h], den[h] = Float32(NEG_INF), Float32(0.0)
+    for i in cutlass.range_constexpr(d // 2):
+        o[i] = Float32(0.0)
+    stage, parity = run_blocks(k, p, words, m, den, o, half, rows, main_blocks, stage, parity)
+    for h in cutlass.range_constexpr(2):
+        den[h] = quad_sum(den[h])
+    if cutlass.const_expr(c.red_buffers > 1 and halves(c) == 2):
+        sync.consumer_sync(c.warps * 32)  # somebody may still add qkv's last sums
+    has_blocks = (p.split < main_blocks) & (k.wid < c.group_heads * halves(c))
+    if has_blocks:
+        if cutlass.const_expr(halves(c) == 2):
+            give_stats(k, p, head, half, m, den)
+            give_sums(k, p, head, half, o)
+    # behind this barrier the step's K and V rows are there, and every warp has released all stages
+    # before the tail, so a warp that does not read the tail may release it at once
+    sync.consumer_sync(c.warps * 32)
+    if has_blocks:
+        own = row_parts(k, p, part, Int32(0)) + Int64(p.split * c.part_bytes)
+        publish_part(k, p, head, half, rows, m, den, o, own)
+    sync.consumer_sync(c.warps * 32)  # whoever comes next may write where sums were exchanged
+    if p.split < rows:
+        merge_rows(k, p, words, head, half, rows, layer, part, out, stage, parity)
+        for _ in cutlass.range(tail_count * stages_per_block(c), unroll=1):
+            stage, parity = advance(k.ring, stage, parity)
+    return stage, parity
 
 
-def load_step_tables(k, rope, rows):
-    """Rotary factors [16, 32, (cos, sin)] fp32 and row table [16, (position, c, path, path)]."""
-    copy_table(k, rope, k.attn_rope, 16 * 32 * 8)
-    copy_table(k, rows, k.attn_rows, 16 * 16)
+@cute.jit
+def run_attention(k: cutlass.Constexpr, rows: Int32, layer: Int32, cur: Int64, stage: Int32,
+                  parity: Int32):  # fmt: skip
+    """Consumer warps, between qkv and o: words of q in, words of the attention's output out.
+
+    rows: of the step, 1 to 16. cur: the layer's copy of tiles.Buffers. Returns the ring's state."""
+    c, b, p = k.c, Buffers.of(k.c), Places(k)
+    if p.kv_head < c.shape.kv_heads:
+        _, tail_count, main_blocks, _ = sync.lds_ints(p.step)
+        busy = (p.split < main_blocks) | (p.split < rows)
+        if busy:
+            stage, parity = attend(
+                k, p, rows, layer, cur + b.q, cur + b.part, cur + b.a, stage, parity, tail_count,
+                main_blocks,
+            )  # fmt: skip
+    return stage, parity

@@ -47,10 +47,9 @@ def check(c) -> None:
         raise ValueError(
             f"{s.name}: splits is {c.splits}; it must be at most {c.ctas // s.kv_heads}"
         )
-    if c.stages < 2 * stages_per_block(c) + 1:  # a row's tail can lie in two blocks, held together
-        raise ValueError(
-            f"{s.name}: stages is {c.stages}; attention needs at least {2 * stages_per_block(c) + 1}"
-        )
+    least = 2 * stages_per_block(c) + 1  # a row's tail can lie in two blocks, held together
+    if c.stages < least:
+        raise ValueError(f"{s.name}: stages is {c.stages}; attention needs at least {least}")
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,8 @@ class AttentionSmem:
     head. places: per row, where its K and V go: page * 64 + offset. step: numbers of the step.
     """
 
+    rope_stride: int
+    tail_stride: int
     new: int
     rope: int
     tails: int
@@ -72,8 +73,6 @@ class AttentionSmem:
     places: int
     step: int
     bytes: int
-    rope_stride: int
-    tail_stride: int
 
     @classmethod
     def of(cls, c) -> "AttentionSmem":
@@ -89,5 +88,5 @@ class AttentionSmem:
             ROWS * 4,
             16,
         )
-        ends = np.cumsum(sizes).tolist()
-        return cls(0, *ends, rope_stride, tail_stride)
+        ends: list[int] = np.cumsum(sizes).tolist()
+        return cls(rope_stride, tail_stride, 0, *ends)

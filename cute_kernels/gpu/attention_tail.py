@@ -1,6 +1,7 @@
 """The tail of a row: its keys c(p) .. p, along its own path, one by one in position order.
 
-Committed keys lie in ring stages, the step's own in shared memory. Layouts: attention.py.
+Committed keys lie in ring stages, the step's own in shared memory; a key's row looks the same in
+both. The address of a row carries the row's swizzle in its low bits: piece i lies at `at ^ 16 i`.
 """
 
 import cutlass
@@ -8,63 +9,93 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.config import PAGE, TAIL_KEYS
+from cute_kernels.gpu.attention_plan import ROWS, TAIL_KEYS, stages_per_block
+from cute_kernels.gpu.attention_stream import desc_int
+from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.fragments import exp2, unpack_pair
+from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.ring import advance
-from cute_kernels.gpu.sync import ptx_read
 
 NEG_INF = -float("inf")
 TAIL_STEP = 16  # tail keys whose loads are in flight together
 
 
+def row_address(base, row, row_bytes):
+    return base + row * row_bytes + ((row & 7) << 4)
+
+
+def tail_slot(p, slot, head, heads):
+    """Shared address of a tail's place: Q in K's order, then sums; maximum and denominator."""
+    return p.tails + (slot * heads + head) * p.smem.tail_stride
+
+
 @cute.jit
-def key_row(k: cutlass.Constexpr, i: Int32, first: Int32, path0: Uint32, path1: Uint32,
-            tail: Int32):  # fmt: skip
-    """(shared address of the K row, of the V row) of tail key i. The buffers are aligned so that
-    bits 7 to 9 of an address are the row number's low bits, which the swizzle needs."""
-    pos = first + i
-    stage = tail + ((pos >> 6) - k.tail_first)
+def key_row(k: cutlass.Constexpr, p: cutlass.Constexpr, pos: Int32, committed: Int32,
+            path0: Uint32, path1: Uint32, tail: Int32, tail_first: Int32):  # fmt: skip
+    """(shared address of the K row, of the V row) of the key at a position. tail: the stage of the
+    first tail block."""
+    per_block, row_bytes = stages_per_block(k.c), 2 * k.c.shape.head_dim
+    stage = tail + ((pos >> 6) - tail_first) * per_block
     if stage >= k.ring.n:
         stage = stage - k.ring.n
-    at = k.ring.base + stage * k.ring.stage_bytes + (pos & 63) * 128
-    apart = Int32(PAGE * 128)
-    if pos >= k.committed:
-        d = pos - k.committed
+    values = stage
+    if cutlass.const_expr(per_block == 2):
+        values = stage + 1
+        if values == k.ring.n:
+            values = Int32(0)
+    row = pos & 63
+    key_base = k.ring.base + stage * k.ring.stage_bytes
+    value_base = k.ring.base + values * k.ring.stage_bytes
+    if cutlass.const_expr(per_block == 1):
+        value_base = value_base + PAGE * row_bytes
+    if pos >= committed:
+        d = pos - committed
         path = path0
         if d >= 8:
             path = path1
-        at = k.attn_new + Int32((path >> Uint32((d & 7) * 4)) & Uint32(15)) * 128
-        apart = Int32(16 * 128)
-    return at, at + apart
+        row = Int32((path >> Uint32((d & 7) * 4)) & Uint32(15))
+        key_base, value_base = p.new, p.new + ROWS * row_bytes
+    return row_address(key_base, row, row_bytes), row_address(value_base, row, row_bytes)
 
 
-def dot_row(k, head, at):
-    """One key's 64 products in one order."""
-    total = Float32(0.0)
+def dot_pieces(sums, at, q_at):
+    """Adds 64 products of a K row and Q, to four sums by place in a piece's words."""
     for piece in range(8):
-        words = sync.lds_words(at + ((piece << 4) ^ ((at >> 3) & 0x70)))
+        words = sync.lds_words(at ^ (piece << 4))
         q = []
         for part in range(2):
-            q += sync.lds_quad(k.attn_q + (head * 64 + piece * 8 + part * 4) * 4)
+            q += sync.lds_quad(q_at + (piece * 8 + part * 4) * 4)
         for e in range(4):
             lo, hi = unpack_pair(words[e])
-            total = hi * q[2 * e + 1] + (lo * q[2 * e] + total)
-    return total
+            sums[e] = hi * q[2 * e + 1] + (lo * q[2 * e] + sums[e])
+    return sums
+
+
+def dot_row(k, at, q_at):
+    """One key's products in one order."""
+    sums = [Float32(0.0)] * 4
+    for part in range(k.c.shape.head_dim // 64):
+        sums = dot_pieces(sums, at + part * 128, q_at + part * 256)
+    return (sums[0] + sums[1]) + (sums[2] + sums[3])
 
 
 @cute.jit
-def tail_scores(k: cutlass.Constexpr, head: Int32, n: Int32, first: Int32, path0: Uint32,
-                path1: Uint32, tail: Int32, scale: cutlass.Constexpr):  # fmt: skip
+def tail_scores(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, q_at: Int32, n: Int32,
+                first: Int32, committed: Int32, path0: Uint32, path1: Uint32, tail: Int32,
+                tail_first: Int32):  # fmt: skip
     """Lane-parallel scores of the row's tail keys; returns their maximum. (probability fp32,
     address of the V row) of every key go to shared memory; beyond n the probability is 0 and the
     row a readable one, so that the sums below may run over whole groups of keys."""
     top = Float32(NEG_INF)
-    at = k.attn_p + (head * TAIL_KEYS + k.lane) * 8
+    scale = k.c.shape.head_dim**-0.5 * 1.4426950408889634
+    at = p.keys + (head * TAIL_KEYS + k.lane) * 8
     rounds = (n + 31) >> 5
     for r in cutlass.range(rounds, unroll=1):
         i = k.lane + 32 * r
-        key, value_row = key_row(k, cutlass.min(i, n - 1), first, path0, path1, tail)
-        score = sync.choose(i < n, dot_row(k, head, key) * scale, NEG_INF)
+        key, value_row = key_row(
+            k, p, first + cutlass.min(i, n - 1), committed, path0, path1, tail, tail_first
+        )
+        score = sync.choose(i < n, dot_row(k, key, q_at) * scale, NEG_INF)
         sync.sts_pair(at + 256 * r, score, sync.as_float(value_row))
         top = sync.maximum([top, score])
     for shift in cutlass.range_constexpr(5):
@@ -75,66 +106,79 @@ def tail_scores(k: cutlass.Constexpr, head: Int32, n: Int32, first: Int32, path0
     return top
 
 
-def add_values(k, at, den, o0, o1):
-    """TAIL_STEP keys, one by one; loads first, so that their latencies overlap."""
+def add_values(k, at, den, o):
+    """TAIL_STEP keys, one by one; loads first, so that their latencies overlap. o: of this lane's
+    dimensions 2 lane, 2 lane + 1, and of those 64 further on."""
     pairs = [sync.lds_pair(at + 8 * i) for i in range(TAIL_STEP)]
     words = []
     for _, row in pairs:
-        row = sync.as_int(row)
-        words.append(sync.lds_word(
-            row + (((k.lane >> 2) << 4) ^ ((row >> 3) & 0x70)) + (k.lane & 3) * 4
-        ))  # fmt: skip
-    for (p, _), word in zip(pairs, words, strict=True):
-        lo, hi = unpack_pair(word)
-        den, o0, o1 = den + p, o0 + p * lo, o1 + p * hi
-    return den, o0, o1
+        row = (sync.as_int(row) ^ ((k.lane >> 2) << 4)) + (k.lane & 3) * 4
+        words.append([sync.lds_word(row + 128 * i) for i in range(len(o) // 2)])
+    for (p, _), mine in zip(pairs, words, strict=True):
+        den = den + p
+        for i, word in enumerate(mine):
+            lo, hi = unpack_pair(word)
+            o[2 * i], o[2 * i + 1] = o[2 * i] + p * lo, o[2 * i + 1] + p * hi
+    return den
 
 
 @cute.jit
-def tail_values(k: cutlass.Constexpr, head: Int32, n: Int32):
-    """Sums over the tail in position order; this lane's dimensions 2 lane, 2 lane + 1."""
-    den, o0, o1 = Float32(0.0), Float32(0.0), Float32(0.0)
-    at = k.attn_p + head * TAIL_KEYS * 8
+def tail_values(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, n: Int32,
+                o: cute.Tensor):  # fmt: skip
+    """Sums over the tail in position order; returns the denominator."""
+    den, dims = Float32(0.0), k.c.shape.head_dim // 32
+    at = p.keys + head * TAIL_KEYS * 8
+    for i in cutlass.range_constexpr(dims):
+        o[i] = Float32(0.0)
     for _ in cutlass.range((n + TAIL_STEP - 1) // TAIL_STEP, unroll=1):
-        den, o0, o1 = add_values(k, at, den, o0, o1)
+        mine = [o[i] for i in range(dims)]
+        den = add_values(k, at, den, mine)
+        for i in cutlass.range_constexpr(dims):
+            o[i] = mine[i]
         at = at + TAIL_STEP * 8
-    return den, o0, o1
+    return den
 
 
 @cute.jit
-def stage_query(k: cutlass.Constexpr, head: Int32, row: Int32, q: cute.Tensor):
-    """One row of Q, from the A fragments, as fp32 in K's order."""
+def stage_query(k: cutlass.Constexpr, to: Int32, row: Int32, q: cute.Tensor):
+    """One row of Q, from the warp's head rows, as fp32 in K's order."""
+    half = k.c.shape.head_dim // 8  # words of a block of rows
     if (k.lane >> 2) == (row & 7):
-        for v in cutlass.range_constexpr(4):  # k16 step
-            for pair in cutlass.range_constexpr(2):
-                low, high = q[v * 4 + pair * 2], q[v * 4 + pair * 2 + 1]
-                lo, hi = unpack_pair(sync.select(row >= 8, high, low))
-                place = v * 16 + pair * 8 + 2 * (k.lane & 3)
-                sync.sts_pair(k.attn_q + (head * 64 + place) * 4, lo, hi)
+        for i in cutlass.range_constexpr(half):
+            lo, hi = unpack_pair(sync.select(row >= 8, q[half + i], q[i]))
+            sync.sts_pair(to + (i * 8 + 2 * (k.lane & 3)) * 4, lo, hi)
     cute.arch.sync_warp()
 
 
 @cute.jit
-def run_tail(k: cutlass.Constexpr, head: Int32, q: cute.Tensor, stage: Int32, parity: Int32,
-             scale: cutlass.Constexpr):  # fmt: skip
-    """The tail of row `split`; leaves (maximum, denominator) and 64 sums for the merging warp.
-    Returns a word that depends on everything read from the ring."""
-    tail = stage
-    for _ in cutlass.range(k.tail_count, unroll=1):
+def wait_for_tail(k: cutlass.Constexpr, tail_count: Int32, stage: Int32, parity: Int32):
+    for _ in cutlass.range(tail_count * stages_per_block(k.c), unroll=1):
         sync.wait_parity(k.ring.full + stage * 8, parity)
         stage, parity = advance(k.ring, stage, parity)
-    pos, first, path0, path1 = ptx_read(
-        "ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
-        [Int32, Int32, Uint32, Uint32],
-        k.attn_rows + k.split * 16,
-    )
-    stage_query(k, head, k.split, q)
+
+
+@cute.jit
+def run_tail(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, row: Int32, slot: Int32,
+             q: cute.Tensor, stage: Int32, tail_first: Int32):  # fmt: skip
+    """The tail of a row, whose stages have arrived; leaves head_dim sums, maximum and denominator
+    in the slot. Returns a word that depends on everything read from the ring."""
+    pos = desc_int(k, Desc.ROW_POSITION, row)
+    path0, path1 = sync.lds_pair(k.desc + (int(Desc.PATH) + 2 * row) * 4)
+    first = (cutlass.max(pos - 15, 0) >> 6) << 6
+    to = tail_slot(p, slot, head, k.c.group_heads)
+    stage_query(k, to, row, q)
     n = pos - first + 1
-    if cutlass.const_expr(not k.c.tail):
-        n = Int32(1)
-    top = tail_scores(k, head, n, first, path0, path1, tail, scale)
-    den, o0, o1 = tail_values(k, head, n)
-    sync.sts_pair(k.attn_q + (head * 64 + 2 * k.lane) * 4, o0, o1)  # Q's place: it has been read
+    top = tail_scores(
+        k, p, head, to, n, first, desc_int(k, Desc.COMMITTED), sync.as_bits(path0),
+        sync.as_bits(path1), stage, tail_first,
+    )  # fmt: skip
+    dims = k.c.shape.head_dim // 32
+    o = cute.make_rmem_tensor(cute.make_layout(dims), Float32)
+    den = tail_values(k, p, head, n, o)
+    seen = sync.as_bits(top)
+    for i in cutlass.range_constexpr(dims // 2):  # Q's place: it has been read
+        sync.sts_pair(to + (64 * i + 2 * k.lane) * 4, o[2 * i], o[2 * i + 1])
+        seen = seen | sync.as_bits(o[2 * i]) | sync.as_bits(o[2 * i + 1])
     if k.lane == 0:
-        sync.sts_pair(k.attn_p + head * TAIL_KEYS * 8, top, den)
-    return sync.as_bits(o0) | sync.as_bits(o1) | sync.as_bits(top)
+        sync.sts_pair(to + k.c.shape.head_dim * 4, top, den)
+    return seen

@@ -15,6 +15,8 @@ arguments; the service warp has copied them there, and a DECODE step's token com
 
 from enum import IntEnum
 
+import numpy as np
+
 MAX_CTAS = 256
 MAX_ROWS = 16  # rows of a decode step in this form
 WORD = 4
@@ -49,7 +51,7 @@ class Board(IntEnum):
     DESC = 0
     FIRST_TAG = 96  # the last tag of the launch before: read at the start, written on leaving
     DONE = 128  # CTAs that have finished a PROMPT step or are about to leave, monotone
-    BARRIER = 160  # arrivals at the grid barrier of prompt phases, monotone
+    BARRIER = 160  # the grid barrier of prompt phases: prompt.grid_barrier; starts at 0
     PHASE = 192  # a word a CTA: 1 + the phase it is in, 0 between steps
     RESULT = 512  # [16 rows][MAX_CTAS][4]: see Result
 
@@ -78,3 +80,12 @@ def desc_at(field: int) -> int:
 def result_at(row: int, cta: int) -> int:
     """Byte offset of a CTA's four words about a row."""
     return (Board.RESULT + (row * MAX_CTAS + cta) * 4) * WORD
+
+
+def make_board(first_tag: int = 0, first_count: int = 0) -> np.ndarray:
+    """The board before the first launch, int32: no results; its counters start anywhere."""
+    board = np.zeros(WORDS, np.int32)
+    board[Board.RESULT :] = -1
+    board[Board.DESC + Desc.TAG] = board[Board.FIRST_TAG] = first_tag
+    board[Board.DONE] = board[Board.BARRIER] = first_count
+    return board

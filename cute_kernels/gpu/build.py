@@ -117,16 +117,16 @@ def build(what: str, make: Callable[[], tuple], arch: str, cache: pathlib.Path) 
     return Artefact(cubin, manifest, ptx)
 
 
-def build_step(config, cache: pathlib.Path) -> Artefact:
-    """The persistent step kernel of a config.Config."""
-    from cute_kernels.gpu.step import make_step
+def build_kernel(config, service: str, cache: pathlib.Path) -> Artefact:
+    """The persistent kernel of a config.Config; service: see kernel.make_kernel."""
+    from cute_kernels.gpu.kernel import make_kernel
 
-    plain = dataclasses.asdict(config)
-    return build(f"step {sorted(plain.items())}", lambda: make_step(config), config.arch, cache)
+    what = f"kernel {service} {sorted(dataclasses.asdict(config).items())}"
+    return build(what, lambda: make_kernel(config, service), config.arch, cache)
 
 
 def build_phase(config, blocks_per_sm: int, cache: pathlib.Path) -> Artefact:
-    """One phase of the step (config.phase) as a kernel of its own."""
+    """One matrix phase of the step (config.phase) as a kernel of its own."""
     from cute_kernels.gpu.phase import make_phase
 
     what = f"phase {blocks_per_sm} {sorted(dataclasses.asdict(config).items())}"

@@ -115,7 +115,8 @@ class Config:
     red_buffers: buffers of partial sums; with 2 a barrier per group of tiles goes.
     setmaxnreg: registers move from the other warps to the consumers.
     attention: between qkv and o, in `splits` parts of the context (without it, for tests of the
-    matrices alone, o reads q). timing: every CTA notes when its phases begin and end.
+    matrices alone, o reads q). prompt: PROMPT steps too.
+    timing: every CTA notes when its phases begin and end.
     """
 
     shape: Shape
@@ -132,6 +133,7 @@ class Config:
     setmaxnreg: bool = False
     timing: bool = False
     attention: bool = True
+    prompt: bool = True
     splits: int = 16
     phase: str = ""  # one phase as a kernel of its own, for graph baselines
     arch: str = "sm_90a"
@@ -161,6 +163,8 @@ class Config:
             gemms.append(Gemm(name, cols, k, split, copies))
         object.__setattr__(self, "gemms", tuple(gemms))
         self._check(self.ctas % self.team == 0, "ctas", f"a multiple of {self.team}")
+        fewest = min(self.gemm("gu").tiles, self.gemm("lm").tiles)
+        self._check(self.ctas <= fewest, "ctas", f"at most the {fewest} tiles of gate/up and head")
         self._check(
             self.group % self.team == 0 or int(self.team_tiles("down").max()) <= self.team,
             "warps",
@@ -179,9 +183,7 @@ class Config:
 
     def _check_attention(self) -> None:
         attention_plan.check(self)
-        self._check(
-            self.stage_bytes >= KV_COPY, "stage_bytes", f"at least {KV_COPY} for KV blocks"
-        )
+        self._check(self.stage_bytes >= KV_COPY, "stage_bytes", f"at least {KV_COPY} for KV blocks")
         self._check(self.stage_bytes % 1024 == 0, "stage_bytes", "a multiple of 1024")
 
     def _check(self, ok: bool, name: str, wanted: str) -> None:
@@ -306,7 +308,8 @@ def product(shape: Shape | str, arch: str = "sm_90a", **changes) -> Config:
         if shape not in SHAPES:
             raise ValueError(f"unknown model {shape!r}; known: {', '.join(SHAPES)}")
         shape = SHAPES[shape]
-    fields = {**PRODUCTS[shape.name], "arch": arch, **changes}
+    small = dict(red_buffers=1) if SMEM_LIMIT[arch] < 200_000 else {}
+    fields = {**PRODUCTS[shape.name], "arch": arch, **small, **changes}
     team = fields.get("down_split", 1)
     most = DEVICE_CTAS[arch] // team * team
     fields["ctas"] = changes.get("ctas", min(fields.get("ctas", most), most))

@@ -1,8 +1,14 @@
 """What every device helper of the persistent kernel needs, and the contract between its parts."""
 
-from cutlass import Int64
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
 
+from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
+from cute_kernels.gpu.board import Board, Desc
+from cute_kernels.gpu.config import Config
+from cute_kernels.gpu.ring import Ring, init_ring
 from cute_kernels.gpu.sync import ptx_read
 
 
@@ -34,7 +40,8 @@ class Core:
         another warp leaves a phase).
         attention: start of the attention's part, c.smem_plan()["attention"] bytes, 1,024-aligned.
         residual: fp32 [own tile][64 pairs], the CTA's own columns; own: its part of `down`.
-        told, gathered, cleared: mbarriers of the step loop; see kernel.py.
+        results: the head's, [group][16 rows][4 words].
+        told, gathered, cleared: mbarriers of the step loop; command: the janitor's; see kernel.py.
     Values
         zero: a run-time zero for `release_after`.
 
@@ -59,3 +66,65 @@ class Core:
 def arg(k, name: Arg):
     """An entry of the argument table."""
     return ptx_read("ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], k.args + 8 * int(name))
+
+
+def desc_word(k, field: Desc):
+    """A word of the step's descriptor, from shared memory."""
+    return sync.lds_int(k.desc + 4 * int(field))
+
+
+@cute.jit
+def note_phase(k: cutlass.Constexpr, value: Int32):
+    """Consumers: where this CTA is, for whoever looks at a hang. 1 + the phase, 0 between steps."""
+    if k.tid == 0:
+        at = k.board + Int64((k.bid + int(Board.PHASE)) * 4)
+        sync.st_word(at, Uint32(value))
+
+
+# -- set-up ------------------------------------------------------------------------------------
+def carve(c: Config, base, k: Core):
+    """Shared addresses of every part of the plan, in its order."""
+    at, where = 0, {}
+    for name, n_bytes in c.smem_plan().items():
+        where[name] = base + at
+        at += n_bytes
+    k.red, k.squares = where["partial sums"], where["row squares"]
+    k.residual, k.results = where["residual"], where["results"]
+    k.own, k.attention = where.get("own parts", base), where.get("attention", base)
+    k.ring = Ring(where["ring"], where["barriers"], c.stages, c.stage_bytes, c.inflight, c.hungry)
+    k.told = where["barriers"] + 16 * c.stages
+    k.gathered, k.cleared = k.told + 8, k.told + 16
+    if not c.phase:
+        k.desc = where["descriptor"]
+        k.command = k.desc + 4 * 95
+
+
+def places(c: Config, k: Core, tid, bid):
+    k.c, k.tid, k.bid, k.lane = c, tid, bid, tid & 31
+    k.wid = cute.arch.make_warp_uniform(tid >> 5)
+    k.j, k.t, k.pair = tid >> 6, (tid >> 1) & 3, (tid & 63) * 8
+    k.row = ((tid & 63) >> 3) + 8 * (tid & 1)
+    k.rank = bid & (c.team - 1)
+
+
+def memory(c: Config, k: Core, args):
+    """Device addresses that most roles need."""
+    k.args = args
+    k.layers = Int32(arg(k, Arg.LAYERS))
+    k.zero = Uint32(k.layers >> 30)
+    phases = k.layers * 4 + 1
+    k.plan = arg(k, Arg.PLAN) + Int64(k.bid * phases) * 16
+    k.offsets = arg(k, Arg.OFFSETS) + Int64(k.bid * phases) * 8
+    k.board, k.act = arg(k, Arg.BOARD), arg(k, Arg.ACT)
+    k.kv_pool, k.pages = arg(k, Arg.KV_POOL), arg(k, Arg.PAGE_TABLE)
+
+
+@cute.jit
+def init_barriers(k: cutlass.Constexpr):
+    if k.tid == 0:
+        init_ring(k.ring, k.c.warps)
+        sync.init_barrier(k.told, 1)
+        sync.init_barrier(k.gathered, k.c.warps)
+        sync.init_barrier(k.cleared, 1)
+        sync.fence_barrier_init()
+    cute.arch.sync_threads()

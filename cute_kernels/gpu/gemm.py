@@ -1,11 +1,27 @@
-"""One dependent matrix of the step: y = epilogue(x @ W^T) for up to 128 rows.
+"""One dependent matrix of the step in decode form: y = epilogue(x @ W^T) for up to 16 rows.
 
 Activations are the m16 side of mma.sync m16n8k16 (bf16, fp32 sums), weights the n8 side. Consumer
 warps split K: warp w keeps its slice of the activations in registers for a whole phase and
 multiplies it with its slice of every unit; partial sums meet in shared memory and are added in
-warp order, so that a result depends neither on timing nor on the other rows. With `row_warps` > 1
-warps share a slice of K and split the rows. RMSNorm is deferred: the sum of squares comes from the
-A fragments, and one factor per row multiplies the finished sums (norm weights are folded into W).
+warp order, so that a result depends neither on timing nor on the other rows. RMSNorm is deferred:
+the sum of squares comes from the A fragments, and one factor per row multiplies the finished sums.
+The weights of qkv's and gate/up's norms are folded into the matrices; those of the final norm,
+whose matrix may be the embedding, multiply the head's A fragments.
+
+The order of every sum, which the row form (rows_gemm.py) repeats bit for bit. K of a matrix is cut
+into `split` parts (1, or the team of `down`: rank q), a part into `warps` equal runs (warp w), a
+run into chunks of 32 (i = 0, 1, ...), a chunk into two k16 steps (s = 0, 1):
+
+- an mma.sync m16n8k16 is one step: values k = 16 s + 4 t + {0, 1} and {2, 3} of the chunk are the
+  low and the high half of lane t's operands (a permutation of K within the step);
+- chain s of a warp (CHAINS = 2) starts at 0 and takes step s of chunks i ascending;
+- the warp's sum is chain 0 + chain 1;
+- the part's sum is ((w0 + w1) + w2) + ..., warps ascending;
+- where split > 1 the total is (((0 + q0) + q1) + ...), ranks ascending, starting at 0.0;
+- the square sum of a row: lane t has four sums by word e of its 16-byte vectors (words 2 s and
+  2 s + 1 of step s), `add_square` over chunks ascending; (s0 + s1) + (s2 + s3), then over t by
+  butterfly 1, 2; over warps ((0 + w0) + w1) + ...; factor = rsqrt(total / hidden + eps), see
+  `norm_factor`.
 """
 
 import cutlass
@@ -13,65 +29,46 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.config import CHUNK
-from cute_kernels.gpu.epilogue import (
-    DOWN,
-    GU,
-    NORMED,
-    defers,
-    finish_global,
-    finish_group,
-    is_any,
-    reduce_group,
-)
-from cute_kernels.gpu.fragments import constant, mma, unpack_pair
+from cute_kernels.gpu.arguments import Arg
+from cute_kernels.gpu.config import CHAINS, CHUNK, CHUNK_BYTES
+from cute_kernels.gpu.core import arg
+from cute_kernels.gpu.embed import gather
+from cute_kernels.gpu.epilogue import finish_team, norm_factor, reduce_group, squares_at
+from cute_kernels.gpu.fragments import bf16_product, mma, unpack_pair
+from cute_kernels.gpu.janitor import tell_janitor
 from cute_kernels.gpu.ring import advance
 from cute_kernels.gpu.sync import ptx_read
 
-
-class Core:
-    """Trace-time bundle of what every device helper needs: the configuration, shared addresses,
-    this thread's places. Never mutated on the device."""
+__all__ = ["norm_factor", "run_phase", "take_words"]
 
 
 # -- registers ---------------------------------------------------------------------------------
 def warp_chunks(k, g):
     """32-wide K chunks that one warp owns in a unit."""
-    return g.slab // CHUNK // k.c.k_warps
+    return g.slab // CHUNK // k.c.warps
 
 
-def warp_m_tiles(k):
-    return k.c.m_tiles // k.c.row_warps
+def slab_offsets(k, g):
+    """Byte offsets of the 16-byte vectors a lane holds: [chunk][block of 8 rows]."""
+    return [i * CHUNK_BYTES + b * 512 for i in range(warp_chunks(k, g)) for b in range(2)]
 
 
-def slab_vectors(k, g):
-    """16-byte A vectors a lane holds of one slab, and the byte offset of each."""
-    c, out = k.c, []
-    for i in range(warp_chunks(k, g)):
-        if c.half:
-            out.append(i * c.chunk_bytes)
-        else:
-            out += [
-                i * c.chunk_bytes + step * 512 * c.m_tiles + m * 512
-                for step in range(2)
-                for m in range(warp_m_tiles(k))
-            ]
-    return out
+def fragment(slab, chunk, step):
+    """The A operand (4 registers) of a k16 step."""
+    at = chunk * 8 + 2 * step
+    return [slab[at], slab[at + 4], slab[at + 1], slab[at + 5]]
 
 
-def fragment(k, slab, chunk, step, m):
-    """The A operand (4 registers) of a k16 step and row tile."""
-    if k.c.half:
-        z = constant(0)
-        return [slab[chunk * 4 + 2 * step], z, slab[chunk * 4 + 2 * step + 1], z]
-    at = ((chunk * 2 + step) * warp_m_tiles(k) + m) * 4
-    return [slab[at + e] for e in range(4)]
+def row_bits(k, rows):
+    """Does this lane hold a row that the step has, in block 0 and in block 1?"""
+    g = k.lane >> 2
+    return [Int32(g < rows), Int32(g + 8 < rows)]
 
 
 # -- activations in ----------------------------------------------------------------------------
-def ask_all(words, addresses):
+def ask_all(words, addresses, oks):
     for i, at in enumerate(addresses):
-        for e, v in enumerate(sync.ld_words(at)):
+        for e, v in enumerate(sync.ld_words_if(oks[i % len(oks)], at)):
             words[i * 4 + e] = v
 
 
@@ -83,16 +80,19 @@ def ask_missing(words, addresses):
 
 
 @cute.jit
-def take_words(k: cutlass.Constexpr, words: cute.Tensor, addresses: cutlass.Constexpr):
+def take_words(k: cutlass.Constexpr, words: cute.Tensor, addresses: cutlass.Constexpr,
+               oks: cutlass.Constexpr):  # fmt: skip
     """A lane's 16-byte vectors at `addresses` into registers, as the words arrive. All lanes of
-    the warp must call it. The last vector is the one that is polled first."""
-    polled = k.c.handoff == "words" and not k.c.phase
+    the warp must call it. oks (Int32, used in turn): where 0, the vector is zeros and is not read.
+    The last vector of block 0 is the one that is polled first."""
+    polled = not k.c.phase
     if cutlass.const_expr(polled and k.c.probe and len(addresses) > k.c.ask_at_once):
         # one vector first: polling for everything would cost L2 bandwidth
+        probe, ok = addresses[-len(oks)], oks[0]
         tries, since = Int32(0), Int64(0)
-        while sync.any_lane_empty(sync.largest(sync.ld_words(addresses[-1]))) != 0:
+        while sync.any_lane_empty(sync.largest(sync.ld_words_if(ok, probe))) != 0:
             tries, since = sync.overdue(tries, since)
-    ask_all(words, addresses)
+    ask_all(words, addresses, oks)
     if cutlass.const_expr(polled):
         tries, since = Int32(0), Int64(0)
         n = len(addresses) * 4
@@ -101,109 +101,79 @@ def take_words(k: cutlass.Constexpr, words: cute.Tensor, addresses: cutlass.Cons
             tries, since = sync.overdue(tries, since)
 
 
+@cute.jit
+def scale_by_norm(k: cutlass.Constexpr, g: cutlass.Constexpr, slab: cute.Tensor):
+    """The final norm's weights into the head's A fragments, each product rounded to bf16."""
+    at = arg(k, Arg.FINAL_NORM) + Int64((k.wid * warp_chunks(k, g) * 4 + (k.lane & 3)) * 16)
+    for i in cutlass.range_constexpr(warp_chunks(k, g)):
+        weights = sync.ld_constant_words(at + i * 64)
+        for b in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(4):
+                slab[i * 8 + b * 4 + e] = bf16_product(slab[i * 8 + b * 4 + e], weights[e])
+
+
 # -- RMSNorm factors ---------------------------------------------------------------------------
+def add_square(total, word):
+    """total + the squares of a pair of bf16."""
+    lo, hi = unpack_pair(word)
+    return hi * hi + (lo * lo + total)
+
+
 def row_squares(k, g, slab):
-    """Per row tile and half: this quad's sum of squares over the warp's K. Four sums side by side:
+    """Per block of rows: this quad's sum of squares over the warp's K. Four sums side by side:
     one chain of dependent additions would be a good part of a short phase."""
     out = []
-    for m in range(warp_m_tiles(k)):
-        for h in range(1 if k.c.half else 2):
-            sums = [Float32(0.0)] * 4
-            for i in range(warp_chunks(k, g)):
-                for step in range(2):
-                    f = fragment(k, slab, i, step, m)
-                    for e, w in enumerate((f[h], f[2 + h])):
-                        lo, hi = unpack_pair(w)
-                        at = step * 2 + e
-                        sums[at] = hi * hi + (lo * lo + sums[at])
-            total = (sums[0] + sums[1]) + (sums[2] + sums[3])
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-            out.append(total + cute.arch.shuffle_sync_bfly(total, offset=2))
+    for b in range(2):
+        sums = [Float32(0.0)] * 4
+        for i in range(warp_chunks(k, g)):
+            for e in range(4):
+                sums[e] = add_square(sums[e], slab[i * 8 + b * 4 + e])
+        total = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+        out.append(total + cute.arch.shuffle_sync_bfly(total, offset=2))
     return out
 
 
-def squares_at(k, kind, warp, row):
-    """Shared offset of one warp's sum for one row; as many copies as of the partial sums."""
-    at = (warp * k.c.tile_rows + row) * 4
-    if k.c.red_buffers > 1:
-        at = at + Int32(kind == GU) * (k.c.k_warps * k.c.tile_rows * 4)
-    return at
-
-
 @cute.jit
-def publish_squares(k: cutlass.Constexpr, kind: Int32, sums: cutlass.Constexpr):
-    """Lanes with t = 0 store the warp's sums; in split matrices into the inbox of every peer."""
-    c = k.c
+def publish_squares(k: cutlass.Constexpr, g: cutlass.Constexpr, sums: cutlass.Constexpr):
+    """Lanes with t = 0 store the warp's sums."""
     if (k.lane & 3) == 0:
-        for i in cutlass.range_constexpr(len(sums)):
-            m, h = i // (1 if c.half else 2), i % (1 if c.half else 2)
-            row = (k.warp_row * warp_m_tiles(k) + m) * 16 + h * 8 + (k.lane >> 2)
-            if cutlass.const_expr(c.split == 1):
-                sync.sts(k.squares + squares_at(k, kind, k.warp_k, row), sums[i])
-            else:
-                at = ((k.rank * c.k_warps + k.warp_k) * c.tile_rows + row) * 4
-                at = at + Int32(kind == GU) * k.squares_inbox_bytes
-                own_bar = k.squares_bar + Int32(kind == GU) * 8
-                for q in cutlass.range_constexpr(c.split):
-                    peer = sync.peer_address(k.squares_inbox + at, Int32(q))
-                    sync.send_word(peer, sums[i], sync.peer_address(own_bar, Int32(q)))
-
-
-@cute.jit
-def combine_squares(k: cutlass.Constexpr, kind: Int32, turn: Int32):
-    """Split matrices: all parts of all CTAs, in rank and warp order -> one factor per row."""
-    c = k.c
-    bar = k.squares_bar + Int32(kind == GU) * 8
-    if k.tid == 0:
-        sync.expect(bar, Int32(k.squares_inbox_bytes))
-    if k.tid < c.tile_rows:
-        sync.wait_parity(bar, turn & 1)
-        base = k.squares_inbox + Int32(kind == GU) * k.squares_inbox_bytes
-        total = Float32(0.0)
-        for i in cutlass.range_constexpr(c.split * c.k_warps):
-            total = total + sync.lds(base + (i * c.tile_rows + k.tid) * 4)
-        f = cute.math.rsqrt(total * (1.0 / c.shape.hidden) + c.shape.rms_eps, fastmath=True)
-        sync.sts(k.factors + k.tid * 4, f)
+        for b in cutlass.range_constexpr(2):
+            row = b * 8 + (k.lane >> 2)
+            sync.sts(k.squares + squares_at(k, g, k.wid, row), sums[b])
 
 
 # -- weights in --------------------------------------------------------------------------------
-def take_unit(k, g, slab, stage, parity):
-    """Wait for the stages of one unit, give them back once loaded, multiply.
+AT_ONCE = 8  # chunks of weights in registers
 
-    Returns (sums per row tile, stage, parity). Sums run in a few independent chains, because one
-    mma's latency is many times its issue slot; the chains are added in a fixed order.
-    """
-    b, held = [], []
+
+def take_unit(k, g, slab, stage, parity):
+    """Wait for the stages of one unit, multiply, give them back. Returns (4 sums, stage, parity).
+
+    Two chains per warp, because one mma's latency is many times its issue slot."""
     per_copy = warp_chunks(k, g) // g.copies_per_unit
-    for _ in range(g.copies_per_unit):
+    chains = [[Float32(0.0)] * 4 for _ in range(CHAINS)]
+    held, chunk = [], 0
+    for copy in range(g.copies_per_unit):
         sync.wait_parity(k.ring.full + stage * 8, parity)
-        at = k.ring.base + stage * k.ring.stage_bytes + k.warp_k * 512 + k.lane * 16
-        mine = [sync.lds_words(at + i * (k.c.k_warps * 512)) for i in range(per_copy)]
+        at = k.ring.base + stage * k.ring.stage_bytes + k.wid * 512 + k.lane * 16
+        mine = [sync.lds_words(at + i * (k.c.warps * 512)) for i in range(per_copy)]
         held.append((k.ring.empty + stage * 8, mine))
-        b += mine
         stage, parity = advance(k.ring, stage, parity)
-    m_tiles = warp_m_tiles(k)
-    n_chains = max(1, min(4, 8 // m_tiles // 2, 2 * len(b)))
-    chains = [[[Float32(0.0)] * 4 for _ in range(n_chains)] for _ in range(m_tiles)]
-    for i, f in enumerate(b):
-        for step in range(2):
-            n = (i * 2 + step) % n_chains
-            for m in range(m_tiles):
-                a = fragment(k, slab, i, step, m)
-                chains[m][n] = mma(chains[m][n], a, f[2 * step : 2 * step + 2])
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        for bar, mine in held:
-            sync.release_after(bar, [f[0] for f in mine], k.zero)
-    out = []
-    for per_m in chains:
-        while len(per_m) > 1:
-            per_m = [
-                [x + y for x, y in zip(per_m[i], per_m[i + 1], strict=True)]
-                for i in range(0, len(per_m), 2)
-            ]
-        out.append(per_m[0])
-    return out, stage, parity
+        if (len(held) + 1) * per_copy <= AT_ONCE and copy + 1 < g.copies_per_unit:
+            continue
+        for _, loaded in held:
+            for b in loaded:
+                for step in range(2):
+                    a = fragment(slab, chunk, step)
+                    chains[step] = mma(chains[step], a, b[2 * step : 2 * step + 2])
+                chunk += 1
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            for bar, loaded in held:
+                sync.release_after(bar, [b[0] for b in loaded], k.zero)
+        held = []
+    return [x + y for x, y in zip(*chains, strict=True)], stage, parity
 
 
 # -- the phase ---------------------------------------------------------------------------------
@@ -216,17 +186,6 @@ def plan_entry(k, phase):
     )
 
 
-@cute.jit
-def let_janitor_clear(k: cutlass.Constexpr, layer_count: Int32):
-    """After a warp's gather of gate/up: every reader of the layer before is done. The janitor's
-    last clearing must be fenced by now, one layer after it began; see step.py."""
-    if layer_count > 0:
-        sync.wait_parity(k.cleared, (layer_count - 1) & 1)
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        sync.arrive(k.gathered)
-
-
 def time_now(k):
     return cute.arch.globaltimer() if k.c.timing else Int64(0)
 
@@ -234,101 +193,78 @@ def time_now(k):
 @cute.jit
 def run_phase(
     k: cutlass.Constexpr,
-    f: cutlass.Constexpr,
-    kind: Int32,
+    g: cutlass.Constexpr,
+    rows: Int32,
     phase: Int32,
     src: Int64,
     dst: Int64,
     parts: Int64,
-    layer_count: Int32,
-    norm_count: Int32,
+    stats: cute.Tensor,
+    dirty: Int32,
+    count: Int32,
     stage: Int32,
     parity: Int32,
-    turn: Int32,
     which: Int32,
 ):
-    """Consumer warps' part of one phase of family f.
+    """Consumer warps' part of one phase.
 
-    kind: which of KINDS. layer_count: layers before this one; norm_count: norms of qkv and lm
-    before this phase. State, returned advanced: the place in the ring, groups exchanged, partial-
-    sum buffer.
+    g: the matrix. src, dst: activations in and out (of `lm`: the logits). parts: partial sums of
+    the team. stats: of `lm`, see head.py. dirty, count: of gate/up, see `tell_janitor`. Returns
+    (stage, parity, which): the place in the ring, the partial-sum buffer.
     """
     c = k.c
     tile0, n, _, _ = plan_entry(k, phase)
     t0 = time_now(k)
     t1, t2 = t0, t0
-    exchanged = is_any(f.names, f.split_names, kind)
-    normed = is_any(f.names, NORMED, kind)
-    passes = Int32(1)
-    if cutlass.const_expr(f.passes > 1):
-        if kind == DOWN:
-            passes = Int32(c.passes)
     if n > 0:
-        slab = cute.make_rmem_tensor(cute.make_layout(len(slab_vectors(k, f)) * 4), Uint32)
-        first_chunk = k.warp_k * warp_chunks(k, f)
-        if cutlass.const_expr(f.split > 1):
-            if exchanged:
-                first_chunk = first_chunk + k.rank * passes * (f.slab // CHUNK)
-        offset = k.warp_row * (warp_m_tiles(k) * 512) + k.lane * 16
-        base = src + Int64(first_chunk * c.chunk_bytes + offset)
-        for slab_pass in cutlass.range(passes, unroll=1):
-            take_words(k, slab, [base + off for off in slab_vectors(k, f)])
-            base = base + Int64(f.slab // CHUNK * c.chunk_bytes)
-            if cutlass.const_expr("gu" in f.names and c.phase == ""):
-                if kind == GU:
-                    let_janitor_clear(k, layer_count)
-            if slab_pass == 0:
-                t1 = time_now(k)
-            done = Int32(0)
-            while done < n:
-                left = cutlass.min(n - done, c.group)
-                for j in cutlass.range(left, unroll=1):
-                    sums, stage, parity = take_unit(k, f, slab, stage, parity)
-                    for m in cutlass.range_constexpr(warp_m_tiles(k)):
-                        m_all = k.warp_row * warp_m_tiles(k) + m
-                        at = ((which * c.group + j) * c.m_tiles + m_all) * c.k_warps + k.warp_k
-                        sync.sts_quad(k.red + at * 512 + k.lane * 16, sums[m])
-                first_of_norm = normed & (done == 0)
-                if first_of_norm:  # after the first units: HBM idles until then
-                    publish_squares(k, kind, row_squares(k, f, slab))
+        slab = cute.make_rmem_tensor(cute.make_layout(warp_chunks(k, g) * 8), Uint32)
+        oks = row_bits(k, rows)
+        first = k.wid * warp_chunks(k, g)
+        if cutlass.const_expr(g.split > 1):
+            first = first + k.rank * (g.slab // CHUNK)
+        base = src + Int64(first * CHUNK_BYTES + k.lane * 16)
+        addresses = [base + off for off in slab_offsets(k, g)]
+        if cutlass.const_expr(g.name == "qkv" and not c.phase):
+            if phase == 0:
+                gather(k, g, slab, oks)
+            else:
+                take_words(k, slab, addresses, oks)
+        else:
+            take_words(k, slab, addresses, oks)
+        if cutlass.const_expr(g.name == "gu" and not c.phase):
+            tell_janitor(k, dirty, count)
+        squares = []
+        if cutlass.const_expr(g.name == "lm"):
+            squares = row_squares(k, g, slab)
+            scale_by_norm(k, g, slab)
+        t1 = time_now(k)
+        done = Int32(0)
+        while done < n:
+            left = cutlass.min(n - done, c.group)
+            for j in cutlass.range(left, unroll=1):
+                sums, stage, parity = take_unit(k, g, slab, stage, parity)
+                at = (which * c.group + j) * c.warps + k.wid
+                sync.sts_quad(k.red + at * 512 + k.lane * 16, sums)
+            if cutlass.const_expr(g.normed):
+                if done == 0:  # after the first units: HBM idles until then
+                    if cutlass.const_expr(g.name == "lm"):
+                        publish_squares(k, g, squares)
+                    else:
+                        publish_squares(k, g, row_squares(k, g, slab))
+            sync.consumer_sync(c.warps * 32)
+            reduce_group(k, g, rows, tile0, done, left, which, dst, parts, stats)
+            if cutlass.const_expr(c.red_buffers == 1):
                 sync.consumer_sync(c.warps * 32)
-                if cutlass.const_expr(c.split > 1):
-                    if first_of_norm:
-                        combine_squares(k, kind, layer_count if kind == GU else norm_count)
-                        sync.consumer_sync(c.warps * 32)
-                last = slab_pass == passes - 1
-                reduce_group(
-                    k, f, kind, exchanged, tile0, done, left, which, turn,
-                    slab_pass, last, dst, parts,
-                )  # fmt: skip
-                if cutlass.const_expr(f.split > 1 and c.cluster > 1):
-                    if exchanged & last:
-                        if cutlass.const_expr(defers(c)):
-                            if done > 0:
-                                before = done - c.group
-                                finish_group(
-                                    k, f, kind, tile0, before, Int32(c.group), turn - 1, dst
-                                )
-                        else:
-                            finish_group(k, f, kind, tile0, done, left, turn, dst)
-                        turn = turn + 1
-                if cutlass.const_expr(c.red_buffers == 1):
-                    sync.consumer_sync(c.warps * 32)
-                else:  # whoever writes this buffer again has passed the next group's barrier
-                    which = 1 - which
-                done = done + c.group
+            else:  # whoever writes this buffer again has passed the next group's barrier
+                which = 1 - which
+            done = done + c.group
         t2 = time_now(k)
-        if cutlass.const_expr(f.split > 1):
-            if exchanged:
-                if cutlass.const_expr(c.cluster == 1):
-                    finish_global(k, f, kind, tile0, n, dst, parts)
-                elif cutlass.const_expr(defers(c)):
-                    last_group = (n - 1) // c.group * c.group
-                    finish_group(k, f, kind, tile0, last_group, n - last_group, turn - 1, dst)
+        if cutlass.const_expr(g.split > 1):
+            finish_team(k, g, rows, tile0, n, dst, parts)
     if cutlass.const_expr(c.timing):
         if k.tid == 0:
-            at = k.times + Int64(phase * 32)
+            at = arg(k, Arg.TIMES) + (Int64(k.bid) * (k.layers * 4 + 1) + Int64(phase)) * 32
             code = "st.global.v2.b64 [{$r0}], {{$r1},{$r2}};"
             sync.ptx_do(code, at, Int64(t0), Int64(t1))
             sync.ptx_do(code, at + 16, Int64(t2), Int64(time_now(k)))
-    return stage, parity, turn, which
+    return stage, parity, which

@@ -51,8 +51,8 @@ class Kernel:
     @classmethod
     def read(cls, path: pathlib.Path) -> "Kernel":
         """From `path`.cubin and `path`.json."""
-        manifest = json.loads(path.with_suffix(".json").read_text())
-        return cls(path.with_suffix(".cubin").read_bytes(), manifest)
+        manifest, cubin = (path.with_name(path.name + e) for e in (".json", ".cubin"))
+        return cls(cubin.read_bytes(), json.loads(manifest.read_text()))
 
     def _config(self, stream: int, cooperative: bool, dependent: bool) -> tuple[Any, list]:
         cu, m = self._cu, self.manifest

@@ -19,11 +19,13 @@ EVICT_FIRST = 0x12F0000000000000  # weights are read once a step; let activation
 
 
 class Ring:
-    """Trace-time handle. base, bars: shared addresses of the stages and of full[n], empty[n]."""
+    """Trace-time handle. base, bars: shared addresses of the stages and of full[n], empty[n].
+    inflight, hungry: see above; 0: no limit."""
 
-    def __init__(self, base, bars, stages, stage_bytes):
+    def __init__(self, base, bars, stages, stage_bytes, inflight=0, hungry=0):
         self.base, self.n, self.stage_bytes = base, stages, stage_bytes
         self.full, self.empty = bars, bars + 8 * stages
+        self.inflight, self.hungry = inflight, min(hungry, stages - 1)
 
 
 def init_ring(ring, consumer_warps):
@@ -43,36 +45,26 @@ def advance(ring: cutlass.Constexpr, stage: Int32, parity: Int32):
 
 
 @cute.jit
-def fetch(
-    ring: cutlass.Constexpr, at: Int64, n_bytes: Int32, stage: Int32, dry: cutlass.Constexpr = False
-):
+def fetch(ring: cutlass.Constexpr, at: Int64, n_bytes: Int32, stage: Int32):
     """One elected lane copies n_bytes (a multiple of 16) into a stage. In this DSL version a bulk
-    copy does not elect a lane by itself: 32 lanes would over-complete the barrier. dry: only say
-    so, to see what the consumers alone take."""
+    copy does not elect a lane by itself: 32 lanes would over-complete the barrier."""
     with cute.arch.elect_one():
-        if cutlass.const_expr(dry):
-            sync.arrive(ring.full + stage * 8)
-        else:
-            copy_into(ring, at, n_bytes, stage)
-
-
-def copy_into(ring, at, n_bytes, stage):
-    sync.expect(ring.full + stage * 8, n_bytes)
-    sync.ptx_do(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
-        ring.base + stage * ring.stage_bytes,
-        at,
-        n_bytes,
-        ring.full + stage * 8,
-        Uint64(EVICT_FIRST),
-    )
+        sync.expect(ring.full + stage * 8, n_bytes)
+        sync.ptx_do(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+            " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+            ring.base + stage * ring.stage_bytes,
+            at,
+            n_bytes,
+            ring.full + stage * 8,
+            Uint64(EVICT_FIRST),
+        )
 
 
 @cute.jit
-def starving(ring: cutlass.Constexpr, hungry: cutlass.Constexpr, stage: Int32, parity: Int32):
+def starving(ring: cutlass.Constexpr, stage: Int32, parity: Int32):
     """1 if fewer than `hungry` stages before `stage` are issued and not yet consumed."""
-    before, turn = stage + (ring.n - hungry), parity ^ 1
+    before, turn = stage + (ring.n - ring.hungry), parity ^ 1
     if before >= ring.n:
         before, turn = before - ring.n, turn ^ 1
     return sync.test_parity(ring.empty + before * 8, turn)
@@ -81,7 +73,6 @@ def starving(ring: cutlass.Constexpr, hungry: cutlass.Constexpr, stage: Int32, p
 @cute.jit
 def issue(
     ring: cutlass.Constexpr,
-    c: cutlass.Constexpr,
     at: Int64,
     n_bytes: Int32,
     stage: Int32,
@@ -93,51 +84,24 @@ def issue(
     """One copy of n_bytes into the next stage, as soon as the rules allow. Returns the state:
     place, copies issued, and the place of the oldest copy that counts as in flight."""
     sync.wait_parity(ring.empty + stage * 8, parity ^ 1)
-    if cutlass.const_expr(c.inflight > 0):
-        if issued >= c.inflight:
+    if cutlass.const_expr(ring.inflight > 0):
+        if issued >= ring.inflight:
             hold = Int32(1)
-            if cutlass.const_expr(c.hungry > 0):
-                hold = 1 - starving(ring, c.hungry, stage, parity)
+            if cutlass.const_expr(ring.hungry > 0):
+                hold = 1 - starving(ring, stage, parity)
             if hold != 0:
                 sync.wait_parity(ring.full + landed * 8, landed_parity)
             landed, landed_parity = advance(ring, landed, landed_parity)
-        issued = issued + 1
-    fetch(ring, at, n_bytes, stage, c.dry)
+        else:
+            issued = issued + 1
+    fetch(ring, at, n_bytes, stage)
     stage, parity = advance(ring, stage, parity)
     return stage, parity, issued, landed, landed_parity
 
 
 @cute.jit
-def look_ahead(
-    ring: cutlass.Constexpr,
-    c: cutlass.Constexpr,
-    at: Int64,
-    n_bytes: Int32,
-    stage: Int32,
-    parity: Int32,
-    ahead: Int32,
-):
-    """While the ring is full the memory would idle: fetch the next copies into L2 meanwhile, up to
-    `l2_copies` of them and paced, so that the queue stays short. Returns how far it has got."""
-    waiting = ahead < c.l2_copies
-    while waiting:
-        if sync.test_parity(ring.empty + stage * 8, parity ^ 1) == 0:
-            lane, _, _ = cute.arch.thread_idx()
-            line = at + Int64(ahead) * Int64(n_bytes) + Int64((lane & 31) * 128)
-            for i in cutlass.range_constexpr(ring.stage_bytes // 4096):
-                sync.ptx_do("prefetch.global.L2 [{$r0}];", line + 4096 * i)
-            ahead = ahead + 1
-            sync.ptx_do("nanosleep.u32 {$r0};", Int32(c.l2_pace_ns))
-            waiting = ahead < c.l2_copies
-        else:
-            waiting = cutlass.Boolean(False)
-    return ahead
-
-
-@cute.jit
 def produce(
     ring: cutlass.Constexpr,
-    c: cutlass.Constexpr,
     at: Int64,
     copies: Int32,
     n_bytes: Int32,
@@ -146,18 +110,32 @@ def produce(
     issued: Int32,
     landed: Int32,
     landed_parity: Int32,
-    ahead: Int32,
-    may_look: cutlass.Boolean,
 ):
-    """`copies` copies of n_bytes each from `at` on. may_look: the stream goes on far enough behind
-    them for `look_ahead`. Returns the end and the state."""
+    """`copies` copies of n_bytes each from `at` on. Returns the end and the state."""
     for _ in cutlass.range(copies, unroll=1):
-        if cutlass.const_expr(c.l2_copies > 0):
-            if may_look:
-                ahead = look_ahead(ring, c, at, n_bytes, stage, parity, ahead)
-            ahead = cutlass.max(ahead - 1, 0)
         stage, parity, issued, landed, landed_parity = issue(
-            ring, c, at, n_bytes, stage, parity, issued, landed, landed_parity
+            ring, at, n_bytes, stage, parity, issued, landed, landed_parity
         )
         at = at + Int64(n_bytes)
-    return at, stage, parity, issued, landed, landed_parity, ahead
+    return at, stage, parity, issued, landed, landed_parity
+
+
+@cute.jit
+def wait_landed(ring: cutlass.Constexpr, stage: Int32, parity: Int32, copies: Int32):
+    """Until the `copies` copies from `stage` on have landed. Returns the place behind them."""
+    for _ in cutlass.range(copies, unroll=1):
+        sync.wait_parity(ring.full + stage * 8, parity)
+        stage, parity = advance(ring, stage, parity)
+    return stage, parity
+
+
+@cute.jit
+def skip(ring: cutlass.Constexpr, stage: Int32, parity: Int32, copies: Int32):
+    """A consumer warp gives `copies` stages back unread."""
+    for _ in cutlass.range(copies, unroll=1):
+        sync.wait_parity(ring.full + stage * 8, parity)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            sync.arrive(ring.empty + stage * 8)
+        stage, parity = advance(ring, stage, parity)
+    return stage, parity

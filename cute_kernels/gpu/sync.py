@@ -18,8 +18,9 @@ barrier in between. The contract:
   with `fence_gpu` between the clearing store and any later word of the clearing CTA from which a
   reader can learn that its next wait may begin.
 
-Deadlines. Every wait in here traps after DEADLINE_NS: a persistent kernel that waits for the wrong
-thing would otherwise hold the device for ever.
+Deadlines. Every wait in here traps after DEADLINE_NS, the `idle` ones excepted: a persistent kernel
+that waits for the wrong thing would otherwise hold the device for ever. The service warp's wait for
+a step is shorter (SERVICE_DEADLINE_NS), so that it can still tell who is late.
 """
 
 import enum
@@ -30,13 +31,16 @@ from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 EMPTY = 0xFFFFFFFF
 KEEP = 0x14F0000000000000  # L2 policy evict-last: a word must not be in HBM when it is polled
-DEADLINE_NS = 2_000_000_000
+DEADLINE_NS = 4_000_000_000
+SERVICE_DEADLINE_NS = 2_000_000_000
 
 
 class Barrier(enum.IntEnum):
     """Named barriers. 0 is `sync_threads`, which role-specialised code must not use."""
 
     CONSUMERS = 1
+    PAIRS = 2  # and the next 7: the two warps of a query head in attention
+    KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.keys_barrier
 
 
 def ptx_read(code, types, *args):
@@ -66,6 +70,12 @@ def fence_gpu():
     ptx_do("fence.acq_rel.gpu;")
 
 
+def fence_async():
+    """Between plain accesses of global memory and bulk copies of the same bytes: by the writer
+    before its release, by the reader after its acquire."""
+    ptx_do("fence.proxy.async.global;")
+
+
 # -- words as flags ----------------------------------------------------------------------------
 def ld_words(addr):
     """Four words that other SMs write: read where they meet, at L2."""
@@ -78,20 +88,54 @@ def ld_words(addr):
     )
 
 
-def ld_missing_words(addr, words, worst):
-    """`words`, read again only where this lane still misses one (worst == EMPTY): polling
-    everything from every SM would take the bandwidth of the weight stream."""
+def ld_words_if(ok, addr):
+    """The same where ok != 0, else four zeros and no access: rows that a step does not have."""
     return ptx_read(
-        "{ .reg .pred q; setp.eq.u32 q, {$r5}, 0xffffffff; mov.b32 {$w0}, {$r1};"
-        " mov.b32 {$w1}, {$r2}; mov.b32 {$w2}, {$r3}; mov.b32 {$w3}, {$r4};"
+        "{ .reg .pred q; setp.ne.u32 q, {$r2}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0;"
+        " mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
         " @q ld.relaxed.gpu.global.L1::no_allocate.L2::cache_hint.v4.b32"
-        " {{$w0},{$w1},{$w2},{$w3}}, [{$r0}], {$r6}; }",
+        " {{$w0},{$w1},{$w2},{$w3}}, [{$r0}], {$r1}; }",
         [Uint32] * 4,
+        addr,
+        Uint64(KEEP),
+        ok,
+    )
+
+
+def ld_constant_words_if(ok, addr):
+    """Four words that nobody writes while the kernel runs, or zeros."""
+    return ptx_read(
+        "{ .reg .pred q; setp.ne.u32 q, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0;"
+        " mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
+        " @q ld.global.nc.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}]; }",
+        [Uint32] * 4,
+        addr,
+        ok,
+    )
+
+
+def ld_constant_words(addr):
+    code = "ld.global.nc.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
+    return ptx_read(code, [Uint32] * 4, addr)
+
+
+def ld_missing_words(addr, words, worst):
+    """`words` (2 or 4), read again only where this lane still misses one (worst == EMPTY): polling
+    everything from every SM would take the bandwidth of the weight stream."""
+    n = len(words)
+    keep = " ".join(f"mov.b32 {{$w{i}}}, {{$r{i + 1}}};" for i in range(n))
+    out = ",".join(f"{{$w{i}}}" for i in range(n))
+    worst_at, policy_at = "{$r" + str(n + 1) + "}", "{$r" + str(n + 2) + "}"
+    return ptx_read(
+        "{ .reg .pred q; setp.eq.u32 q, " + worst_at + ", 0xffffffff; " + keep
+        + f" @q ld.relaxed.gpu.global.L1::no_allocate.L2::cache_hint.v{n}.b32"
+        " {" + out + "}, [{$r0}], " + policy_at + "; }",
+        [Uint32] * n,
         addr,
         *words,
         worst,
         Uint64(KEEP),
-    )
+    )  # fmt: skip
 
 
 def ld_word(addr):
@@ -103,6 +147,15 @@ def ld_pair_words(addr):
         "ld.relaxed.gpu.global.L1::no_allocate.L2::cache_hint.v2.b32 {{$w0},{$w1}}, [{$r0}], {$r1};"
     )
     return ptx_read(code, [Uint32] * 2, addr, Uint64(KEEP))
+
+
+def ld_pair_words_if(ok, addr):
+    code = (
+        "{ .reg .pred q; setp.ne.u32 q, {$r2}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0;"
+        " @q ld.relaxed.gpu.global.L1::no_allocate.L2::cache_hint.v2.b32"
+        " {{$w0},{$w1}}, [{$r0}], {$r1}; }"
+    )
+    return ptx_read(code, [Uint32] * 2, addr, Uint64(KEEP), ok)
 
 
 def st_word(addr, value):
@@ -128,6 +181,11 @@ def select(condition, a, b):
         a,
         b,
     )
+
+
+def select_int(condition, a, b):
+    """The same for signed integers."""
+    return as_int(select(condition, Uint32(a), Uint32(b)))
 
 
 def choose(condition, a, b):
@@ -193,6 +251,21 @@ def overdue(tries: Int32, since: Int64):
     return tries, since
 
 
+def nap(ns):
+    ptx_do("nanosleep.u32 {$r0};", Int32(ns))
+
+
+@cute.jit
+def wait_tag(addr: Int64, tag: Int32):
+    """Between steps, without a deadline: until the word is `tag`. Whole warps; naps when long."""
+    seen, tries = ld_acquire(addr), Int32(0)
+    while seen != tag:
+        if tries > 400:
+            nap(500)
+        tries = tries + 1
+        seen = ld_acquire(addr)
+
+
 @cute.jit
 def wait_counter(addr: Int64, target: Int32):
     """One thread: until the counter has reached `target` (signed distance, so it may wrap)."""
@@ -234,6 +307,17 @@ def wait_parity(bar: Int32, parity: Int32):
         tries, since = overdue(tries, since)
 
 
+@cute.jit
+def wait_parity_idle(bar: Int32, parity: Int32):
+    """Between steps, without a deadline."""
+    done, tries = try_parity(bar, parity), Int32(0)
+    while done == 0:
+        if tries > 400:
+            nap(500)
+        tries = tries + 1
+        done = try_parity(bar, parity)
+
+
 def init_barrier(bar, count):
     ptx_do("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", bar, Int32(count))
 
@@ -261,43 +345,6 @@ def release_after(bar, loaded, zero):
             seen = seen | v
         bar = bar + Int32(seen & zero)
     arrive(bar)
-
-
-# -- clusters ----------------------------------------------------------------------------------
-def peer_address(addr, rank):
-    """The address of the same shared-memory location in CTA `rank` of the cluster."""
-    return ptx_read("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Int32], addr, rank)
-
-
-def send_pair(addr, v0, v1, bar):
-    """Two fp32 into a peer's shared memory; its barrier counts 8 bytes when they are there.
-
-    addr, bar: from `peer_address`. The receiver waits for the barrier and needs no fence. The
-    sender must know that the slot is free (see gemm.py: by the order of groups).
-    """
-    ptx_do(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32"
-        " [{$r0}], {{$r1},{$r2}}, [{$r3}];",
-        addr,
-        as_bits(v0),
-        as_bits(v1),
-        bar,
-    )
-
-
-def send_word(addr, value, bar):
-    ptx_do(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
-        addr,
-        as_bits(value),
-        bar,
-    )
-
-
-def cluster_sync():
-    """All threads of the cluster. At the start it makes barrier initialisation visible to peers;
-    at the end it keeps shared memory alive until nobody can write to it any more."""
-    ptx_do("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
 
 
 # -- dependent launch --------------------------------------------------------------------------
@@ -335,6 +382,10 @@ def lds_int(addr):
     return ptx_read("ld.shared.b32 {$w0}, [{$r0}];", [Int32], addr)
 
 
+def lds_ints(addr):
+    return ptx_read("ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Int32] * 4, addr)
+
+
 def lds_quad(addr):
     return ptx_read("ld.shared.v4.f32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Float32] * 4, addr)
 
@@ -361,6 +412,15 @@ def sts_pair(addr, v0, v1):
 
 def sts(addr, v):
     ptx_do("st.shared.f32 [{$r0}], {$r1};", addr, v)
+
+
+def sts_int(addr, v):
+    ptx_do("st.shared.b32 [{$r0}], {$r1};", addr, v)
+
+
+def pair_sync(pair):
+    """The two warps of a query head. pair: warp-uniform."""
+    cute.arch.barrier(barrier_id=int(Barrier.PAIRS) + pair, number_of_threads=64)
 
 
 def consumer_sync(threads):

@@ -34,7 +34,8 @@ class Buffers:
             at.append(at[-1] + -(-cols // CHUNK) * CHUNK_BYTES)
         at.append(at[-1] + c.gemm("down").tiles * c.team * ROWS * TILE * 4 * (c.team > 1))
         part = s.kv_heads * ROWS * c.splits * c.part_bytes if c.attention else 0
-        return cls(*at, at[-1] + part)
+        at.append(at[-1] + part)
+        return cls(*at)
 
 
 # -- tile assignment ---------------------------------------------------------------------------

@@ -5,8 +5,8 @@ This package needs no torch except for `megadecode.drafter.module`, the oracle a
 
 from megadecode.drafter.config import DrafterConfig
 from megadecode.drafter.io import Drafter, load_drafter, write_checkpoint, write_single_file
-from megadecode.drafter.rope import Yarn
 from megadecode.drafter.target import fingerprint
+from megadecode.rope import Yarn
 
 __all__ = [
     "Drafter",

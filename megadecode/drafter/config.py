@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megadecode.config import ModelConfig
-from megadecode.drafter.rope import Yarn, rotation_table
 from megadecode.errors import ModelError
+from megadecode.rope import Yarn, rotation_table
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_BLOCK = 16
@@ -161,8 +161,8 @@ class DrafterConfig:
         return ModelConfig(
             name=self.name, layers=self.layers, hidden=self.hidden, heads=self.heads,
             kv_heads=self.kv_heads, head_dim=self.head_dim, ffn=self.ffn, vocab=self.vocab,
-            context_tokens=1, rope_theta=self.rope_theta, rms_eps=self.rms_eps,
-            tied_embeddings=False,
+            context_tokens=1, rope_theta=self.rope_theta, rope_scaling=self.yarn,
+            rms_eps=self.rms_eps, tied_embeddings=False, qk_norm=True,
         )  # fmt: skip
 
     def rotations(self, positions: int) -> NDArray[np.float64]:

@@ -155,8 +155,13 @@ def write_single_file(
     path: str | os.PathLike[str], config: DrafterConfig, tensors: Mapping[str, FloatArray]
 ) -> None:
     """Write one safetensors file (fp32) that holds the configuration in its metadata."""
+    _save(Path(path), config, tensors, single_file_metadata(config))
+
+
+def single_file_metadata(config: DrafterConfig) -> dict[str, str]:
+    """What makes a safetensors file with a drafter's tensors one that `load_drafter` reads."""
     text = json.dumps(config.to_dict(), sort_keys=True)
-    _save(Path(path), config, tensors, {"format": FORMAT, "version": VERSION, "config": text})
+    return {"format": FORMAT, "version": VERSION, "config": text}
 
 
 class _Stored:

@@ -50,18 +50,27 @@ class DrafterModule(nn.Module):
         features: [positions, taps, hidden], the target's, of positions 0, 1, ...
         tokens: [blocks, block rows] ids; row 0 is the anchor's token, the others are MASK.
         anchors: [blocks], the position of each block's row 0; at most `positions`.
+        All four may have one more axis in front: several sequences at once.
         """
-        blocks, rows = tokens.shape
-        context = self.hidden_norm(self.fc(features.flatten(1)))
-        x = F.embedding(tokens, self.embed).flatten(0, 1) * self.config.input_embedding_scale
-        at = (anchors[:, None] + torch.arange(rows, device=tokens.device)).flatten()
+        if features.dim() == 3:
+            made: torch.Tensor = self(features[None], tokens[None], anchors[None])
+            return made[0]
+        blocks, rows = tokens.shape[1:]
+        context = self.hidden_norm(self.fc(features.flatten(2)))
+        x = F.embedding(tokens, self.embed).flatten(1, 2) * self.config.input_embedding_scale
+        at = (anchors[..., None] + torch.arange(rows, device=tokens.device)).flatten(1)
         block = torch.arange(blocks, device=tokens.device).repeat_interleave(rows)
-        before = torch.arange(len(context), device=tokens.device)
-        turn = self._turn(max(len(context), int(at.max()) + 1), x)
+        before = torch.arange(context.shape[1], device=tokens.device)
+        # No anchor lies behind the context, so the table's length is known without the device.
+        table = self._turn(context.shape[1] + rows, x)
+        turn, context_turn = table[at], table[None, before]
+        masks: dict[tuple[int | None, bool], torch.Tensor] = {}
         for layer in self.layers:
-            seen = self.visible(layer.number, at, block, anchors, before)
-            x = layer(x, context, turn[at], turn[before], seen)
-        return self.norm(x).unflatten(0, (blocks, rows))
+            kind = self.config.window_of(layer.number), self.config.causal(layer.number)
+            if kind not in masks:
+                masks[kind] = self.visible(layer.number, at, block, anchors, before)
+            x = layer(x, context, turn, context_turn, masks[kind])
+        return self.norm(x).unflatten(1, (blocks, rows))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., vocab] of hidden states [..., hidden]."""
@@ -92,14 +101,14 @@ class DrafterModule(nn.Module):
         anchors: torch.Tensor,
         before: torch.Tensor,
     ) -> torch.Tensor:
-        """[rows, context + rows] bool: which keys each row sees in a layer.
+        """[..., rows, context + rows] bool: which keys each row sees in a layer.
 
-        at, block: [rows] position and block of a row; before: [context] positions.
+        at: [..., rows] positions; block: [rows] the block of a row; before: [context] positions.
         """
-        seen = torch.cat(
-            [before[None, :] < anchors[block][:, None], block[None, :] == block[:, None]], 1
-        )
-        distance = at[:, None] - torch.cat([before, at])[None, :]
+        own = (block[None, :] == block[:, None]).expand(*at.shape, len(block))
+        seen = torch.cat([before < anchors[..., block, None], own], -1)
+        keys = torch.cat([before.expand(*at.shape[:-1], -1), at], -1)
+        distance = at[..., :, None] - keys[..., None, :]
         window, causal = self.config.window_of(layer), self.config.causal(layer)
         if causal:
             seen &= distance >= 0
@@ -108,11 +117,14 @@ class DrafterModule(nn.Module):
         return seen
 
     def _turn(self, positions: int, like: torch.Tensor) -> torch.Tensor:
-        """[positions, 2, head_dim / 2] cosines and sines."""
-        if self._table is None or len(self._table) < positions:
+        """[positions at least, 2, head_dim / 2] cosines and sines, in fp32 at least."""
+        kind = torch.promote_types(like.dtype, torch.float32)
+        table = self._table
+        if table is None or len(table) < positions or table.dtype != kind:
             size = 1 << (positions - 1).bit_length()
-            self._table = torch.from_numpy(self.config.rotations(size))
-        return self._table[:positions].to(like)
+            table = torch.from_numpy(self.config.rotations(size)).to(like.device, kind)
+        self._table = table.to(like.device)
+        return self._table
 
 
 class _Layer(nn.Module):
@@ -159,19 +171,22 @@ class _Attention(nn.Module):
         seen: torch.Tensor,
     ) -> torch.Tensor:
         q = _rotate(self.q_norm(self._heads(self.q_proj(rows))), turn)
-        source = torch.cat([context, rows])
+        source = torch.cat([context, rows], 1)
         k = self.k_norm(self._heads(self.k_proj(source)))
-        k = _rotate(k, torch.cat([context_turn, turn]))
+        k = _rotate(k, torch.cat([context_turn.expand(len(k), -1, -1, -1), turn], 1))
         v = self._heads(self.v_proj(source))
+        # Repeated by hand: torch's fast kernels know no groups of heads where there is a mask.
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=self.scale, enable_gqa=True
+            q, k, v, attn_mask=seen[:, None], scale=self.scale
         )
-        merged: torch.Tensor = self.o_proj(attended.transpose(0, 1).flatten(1))
+        merged: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return merged
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, heads * d] -> [heads, rows, d]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+        """[sequences, rows, heads * d] -> [sequences, heads, rows, d]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class _Mlp(nn.Module):
@@ -187,7 +202,7 @@ class _Mlp(nn.Module):
 
 
 def _rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Half-split rotary embedding of [heads, rows, d] by [rows, 2, d / 2]."""
+    """Half-split rotary embedding of [sequences, heads, rows, d] by [sequences, rows, 2, d / 2]."""
     a, b = x.chunk(2, -1)
-    cos, sin = turn.unbind(1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    cos, sin = turn[:, None].unbind(3)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

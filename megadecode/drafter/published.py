@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from megadecode.drafter.config import FULL, DrafterConfig
-from megadecode.drafter.rope import Yarn
 from megadecode.errors import ModelError
+from megadecode.rope import Yarn
 
 ARCHITECTURE = "DFlashDraftModel"
 

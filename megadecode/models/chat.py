@@ -51,15 +51,15 @@ class ChatTemplate:
             self._template = environment.from_string(mark(source))
             plain = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ModelError(f"tokenizer.chat_template cannot be compiled: {error}") from None
+            raise ModelError(f"the chat template cannot be compiled: {error}") from None
         try:
             marked = self._render(self._template, self._named, _PROBE, True)
             expected = self._render(plain, named, _PROBE, True)
         except PromptError as error:
-            raise ModelError(f"tokenizer.chat_template cannot be used: {error}") from None
+            raise ModelError(f"the chat template cannot be used: {error}") from None
         if marked != mark(expected):
             raise ModelError(
-                "tokenizer.chat_template builds control tokens out of pieces, "
+                "the chat template builds control tokens out of pieces, "
                 "which cannot be kept apart from message text: not supported"
             )
 

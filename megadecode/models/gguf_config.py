@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,34 @@ import numpy as np
 from megadecode.config import ModelConfig
 from megadecode.errors import ModelError
 from megadecode.models.gguf_header import GgufHeader
+from megadecode.models.stored import read_bytes
+from megadecode.rope import FrequencyFactors, Linear, RopeScaling, Yarn
 
-ARCHITECTURES = ("llama",)
+
+@dataclass(frozen=True)
+class Architecture:
+    """What is fixed by the name.
+
+    `interleaved`: rotary pairs are neighbouring rows (2j, 2j + 1), not half a head apart, and
+    frequency factors may come as a tensor.
+    """
+
+    interleaved: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture(interleaved=True),
+    "qwen2": Architecture(qkv_bias=True),
+    "qwen3": Architecture(qk_norm=True),
+}
+ROPE_FACTORS = "rope_freqs.weight"
+"""What the scaling of Llama 3 becomes in a GGUF file: each frequency's divisor."""
+
+
+def is_interleaved(header: GgufHeader) -> bool:
+    return ARCHITECTURES[header.metadata["general.architecture"]].interleaved
 
 
 def read_config(header: GgufHeader) -> ModelConfig:
@@ -19,7 +45,7 @@ def read_config(header: GgufHeader) -> ModelConfig:
     any key of the architecture that asks for something this project does not compute.
     """
     architecture = header.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ModelError(
             f"{header.path}: architecture {architecture!r} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
@@ -29,10 +55,7 @@ def read_config(header: GgufHeader) -> ModelConfig:
     head_dim = keys.get("attention.key_length", int, hidden // max(heads, 1))
     keys.only("attention.value_length", head_dim)
     keys.only("rope.dimension_count", head_dim)
-    keys.only("rope.scaling.type", "none")
-    keys.only("rope.scaling.factor", 1.0, 0.0)
-    keys.only("rope.scale_linear", 1.0)
-    keys.only("rope.scaling.finetuned", False)
+    positions = keys.get("context_length", int)
     keys.only("attention.causal", True)
     keys.only("use_parallel_residual", False)
     keys.only("expert_count", 0)
@@ -62,22 +85,73 @@ def read_config(header: GgufHeader) -> ModelConfig:
         "kv_heads": keys.get("attention.head_count_kv", int, heads),
         "head_dim": head_dim,
         "ffn": keys.get("feed_forward_length", int),
-        "context_tokens": keys.get("context_length", int),
         "rope_theta": keys.get("rope.freq_base", float, 10000.0),
         "rms_eps": keys.get("attention.layer_norm_rms_epsilon", float),
     }
-    keys.finish()
+    kind = ARCHITECTURES[architecture]
     try:
+        scaling = _rope_scaling(header, keys, positions, kind.interleaved)
+        keys.finish()
         return ModelConfig(
             name=str(header.metadata.get("general.name") or header.path.stem),
             vocab=vocab,
             tied_embeddings="output.weight" not in header.tensors,
+            qkv_bias=kind.qkv_bias,
+            qk_norm=kind.qk_norm,
+            context_tokens=scaling.length(positions) if scaling else positions,
+            rope_scaling=scaling,
             bos_id=bos,
             stop_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
             **shape,
         )
+    except ModelError:
+        raise
     except ValueError as error:
         raise ModelError(f"{header.path}: {error}") from None
+
+
+def _rope_scaling(
+    header: GgufHeader, keys: _Keys, positions: int, factors_allowed: bool
+) -> RopeScaling | None:
+    """A factor without a type is linear; a factor of 0 is none. ValueError for a wrong value."""
+    keys.get("rope.scaling.finetuned", bool, False)  # only says how the factor came about
+    factor = keys.get("rope.scaling.factor", float, keys.get("rope.scale_linear", float, 1.0))
+    kind = keys.get("rope.scaling.type", str, "linear")
+    original = keys.get("rope.scaling.original_context_length", int, positions)
+    scaling: RopeScaling | None = None
+    if kind == "yarn":
+        keys.only("rope.scaling.yarn_ext_factor", 1.0)
+        keys.only("rope.scaling.yarn_attn_factor", 1.0)
+        share = keys.get("rope.scaling.attn_factor", float, 1.0)
+        scaling = Yarn(
+            factor,
+            original,
+            beta_fast=keys.get("rope.scaling.yarn_beta_fast", float, 32.0),
+            beta_slow=keys.get("rope.scaling.yarn_beta_slow", float, 1.0),
+        )
+        if share != 1.0:
+            scaling = replace(scaling, attention_factor=share * scaling.multiplier)
+    elif kind == "linear":
+        scaling = None if factor in (0.0, 1.0) else Linear(factor)
+    elif kind != "none":
+        raise ModelError(
+            f"{header.path}: {keys.prefix + 'rope.scaling.type'!r} = {kind!r} is not supported; "
+            "supported: none, linear, yarn"
+        )
+    if factors_allowed and (info := header.tensors.get(ROPE_FACTORS)) is not None:
+        if scaling is not None:
+            raise ModelError(
+                f"{header.path}: tensor {ROPE_FACTORS!r} beside rope scaling {kind!r}: "
+                "not supported"
+            )
+        if info.dtype.name != "F32" or len(info.shape) != 1:
+            raise ModelError(
+                f"{header.path}: tensor {ROPE_FACTORS!r} is {info.dtype.name} of shape "
+                f"{list(info.shape)}; expected F32 in one dimension"
+            )
+        divisors = read_bytes(header.path, info.name, "<f4", info.shape[0], info.offset)
+        scaling = FrequencyFactors(tuple(divisors.astype(float).tolist()))
+    return scaling
 
 
 def _token_id(header: GgufHeader, name: str) -> int | None:

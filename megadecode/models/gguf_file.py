@@ -7,8 +7,7 @@ result and is not implemented is refused by name, never ignored.
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -18,25 +17,37 @@ from gguf.quants import dequantize
 
 from megadecode.config import ModelConfig
 from megadecode.errors import ModelError
-from megadecode.models.gguf_config import read_config
+from megadecode.models.gguf_config import ROPE_FACTORS, is_interleaved, read_config
 from megadecode.models.gguf_header import GgufHeader, TensorInfo, read_header
+from megadecode.models.gguf_tokenizer import from_gguf
+from megadecode.models.stored import StoredModel, check_finite, read_bytes, wrong_shape
 from megadecode.models.tokenizer import Tokenizer
 from megadecode.models.weights import FloatArray, tensor_shapes
+from megadecode.rope import FrequencyFactors
 
 PIECE_ELEMENTS = 16384
 
 # Canonical name -> name in the file.
-_TOP_NAMES = {"embed": "token_embd", "final_norm": "output_norm", "head": "output"}
+_TOP_NAMES = {
+    "embed": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "head": "output.weight",
+}
 _LAYER_NAMES = {
-    "attn_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "ffn_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
+    "attn_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "o": "attn_output.weight",
+    "ffn_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
 }
 
 
@@ -50,61 +61,44 @@ def load(path: str | os.PathLike[str]) -> LoadedModel:
     return LoadedModel(header, config, _match(header, config))
 
 
-class LoadedModel:
+class LoadedModel(StoredModel):
     """Implements `Weights` over a GGUF file that passed every check of `load`.
 
-    `metadata` is the file's own, `chat_template` its Jinja source or None.
+    `metadata` is the file's own.
     """
 
     def __init__(
-        self, header: GgufHeader, config: ModelConfig, sources: dict[str, TensorInfo]
+        self, header: GgufHeader, config: ModelConfig, stored: dict[str, TensorInfo]
     ) -> None:
-        self.path: Path = header.path
-        self.config = config
+        interleaved = is_interleaved(header)
+        heads = {"q": config.heads, "k": config.kv_heads}
+
+        def reader(name: str, info: TensorInfo) -> Callable[[], FloatArray]:
+            part = name.rpartition(".")[2]
+            if interleaved and part in heads:
+                return lambda: _half_split(_read_tensor(header.path, info), heads[part])
+            return lambda: _read_tensor(header.path, info)
+
+        super().__init__(
+            header.path, config, {name: reader(name, info) for name, info in stored.items()}
+        )
         self.metadata = header.metadata
-        self._sources = sources
-        self._embed: Callable[[], FloatArray | None] = lambda: None
 
     @property
     def chat_template(self) -> str | None:
         template = self.metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer this file describes. Raises ModelError if it is missing or unsupported."""
+    def _read_tokenizer(self) -> Tokenizer:
         try:
-            tokenizer = Tokenizer.from_gguf(self.metadata)
+            return from_gguf(self.metadata)
         except ModelError as error:
             raise ModelError(f"{self.path}: {error}") from None
-        if tokenizer.vocab_size > self.config.vocab:
-            raise ModelError(
-                f"{self.path}: the tokenizer has {tokenizer.vocab_size} tokens, "
-                f"the embedding only {self.config.vocab}"
-            )
+
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = super().tokenizer()
+        assert tokenizer is not None  # a GGUF file without one is refused
         return tokenizer
-
-    def tensor(self, name: str) -> FloatArray:
-        """fp32 values of one tensor (see `weights.tensor_shapes`); KeyError for an unknown name.
-
-        Raises ModelError naming the tensor when the file changed under us or holds NaN or infinity.
-        """
-        if name == "head" and self.config.tied_embeddings:
-            name = "embed"
-        if name == "embed" and (kept := self._embed()) is not None:
-            return kept
-        values = _read_tensor(self.path, self._sources[name])
-        kind = name.rpartition(".")[2]
-        if kind in ("q", "k"):
-            heads = self.config.heads if kind == "q" else self.config.kv_heads
-            values = _half_split(values, heads)
-        if name == "embed":
-            self._embed = weakref.ref(values)
-        return values
-
-    def tensors(self) -> Iterator[tuple[str, FloatArray]]:
-        """All tensors in order of use, each read when it is reached."""
-        for name in tensor_shapes(self.config):
-            yield name, self.tensor(name)
 
 
 def _half_split(weight: FloatArray, heads: int) -> FloatArray:
@@ -115,23 +109,10 @@ def _half_split(weight: FloatArray, heads: int) -> FloatArray:
 
 
 def _read_tensor(path: Path, info: TensorInfo) -> FloatArray:
-    try:
-        with path.open("rb") as file:
-            raw = np.fromfile(file, np.uint8, info.bytes, offset=info.offset)
-    except OSError as error:
-        raise ModelError(f"{path}: tensor {info.name!r} cannot be read: {error}") from None
-    if raw.size != info.bytes:
-        raise ModelError(f"{path}: tensor {info.name!r} is cut short; the file changed on disk")
+    raw = read_bytes(path, info.name, "<u1", info.bytes, info.offset)
     with np.errstate(all="ignore"):  # damaged scales overflow; judged below, by name
         values = dequantize(raw.reshape(_pieces(info), -1), info.dtype).reshape(info.shape)
-    # min and max both carry a NaN, and need no temporary.
-    if not (np.isfinite(values.min()) and np.isfinite(values.max())):
-        bad = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ModelError(
-            f"{path}: tensor {info.name!r} holds {values.flat[bad]} at element {bad}; "
-            "the file is damaged"
-        )
-    return values
+    return check_finite(path, info.name, values)
 
 
 def _pieces(info: TensorInfo) -> int:
@@ -161,6 +142,8 @@ def _match(header: GgufHeader, config: ModelConfig) -> dict[str, TensorInfo]:
     """Canonical name -> its tensor in the file; nothing missing, nothing left over."""
     sources: dict[str, TensorInfo] = {}
     unused = set(header.tensors)
+    if isinstance(config.rope_scaling, FrequencyFactors):
+        unused.discard(ROPE_FACTORS)  # part of the configuration
     for name, shape in tensor_shapes(config).items():
         if name == "head" and config.tied_embeddings:
             continue
@@ -169,10 +152,7 @@ def _match(header: GgufHeader, config: ModelConfig) -> dict[str, TensorInfo]:
         if info is None:
             raise ModelError(f"{header.path}: tensor {stored!r} is missing; expected {list(shape)}")
         if info.shape != shape:
-            raise ModelError(
-                f"{header.path}: tensor {stored!r} has shape {list(info.shape)}; "
-                f"its configuration asks for {list(shape)}"
-            )
+            raise wrong_shape(header.path, stored, info.shape, shape)
         if not _can_dequantize(info.dtype):
             raise ModelError(
                 f"{header.path}: tensor {stored!r} has dtype {info.dtype.name}, "
@@ -183,13 +163,13 @@ def _match(header: GgufHeader, config: ModelConfig) -> dict[str, TensorInfo]:
     if unused:
         raise ModelError(
             f"{header.path}: tensor {min(unused)!r} belongs to a variant of the model that is not "
-            "supported (biases, rotary scaling factors or experts would change the result)"
+            "supported (it would change the result)"
         )
     return sources
 
 
 def _stored_name(name: str) -> str:
     if name in _TOP_NAMES:
-        return f"{_TOP_NAMES[name]}.weight"
+        return _TOP_NAMES[name]
     _, layer, kind = name.split(".")
-    return f"blk.{layer}.{_LAYER_NAMES[kind]}.weight"
+    return f"blk.{layer}.{_LAYER_NAMES[kind]}"

@@ -14,8 +14,8 @@ class RandomModel:
     """Implements `Weights` with reproducible random values; it has no tokenizer.
 
     Linear weights are normal with variance 1 / inputs, so that activations keep their scale
-    through any depth; norm weights are near 1. A tensor's values depend on the seed, its name and
-    its shape alone: asking in another order gives the same model.
+    through any depth; norm weights are near 1, biases near 0. A tensor's values depend on the
+    seed, its name and its shape alone: asking in another order gives the same model.
     """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
@@ -33,7 +33,8 @@ class RandomModel:
             values = rng.standard_normal(shape, dtype=np.float32)
             if len(shape) == 1:
                 values *= np.float32(0.1)
-                values += np.float32(1.0)
+                if name.endswith("norm"):
+                    values += np.float32(1.0)
             else:
                 values *= np.float32(shape[1] ** -0.5)
             self._made[name] = values

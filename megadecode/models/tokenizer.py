@@ -1,38 +1,30 @@
-"""Text to token ids and back, from the vocabulary that a GGUF file carries.
+"""Text to token ids and back: a `tokenizers` pipeline that no text can talk out of its role.
 
-Byte-level BPE as the `tokenizers` package implements it. Control tokens (`<|im_start|>` and the
-like) are not part of the BPE vocabulary at all: no text can produce one. They come only from
+Control tokens (`<|im_start|>` and the like) are known to the pipeline only under a *mark* that
+holds a random number, so no text of a user can produce one. They come only from
 `encode(..., specials=True)` and from the chat template's own source.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-import numpy as np
-from tokenizers import Tokenizer as _Bpe
-from tokenizers import models, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
 
 from megadecode.errors import ModelError, PromptError
 from megadecode.models.chat import ChatTemplate
 
-_NORMAL, _CONTROL = 1, 3
 
+class Marks:
+    """What stands for control tokens inside a pipeline: private-use characters and a secret."""
 
-def _gpt2() -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    def __init__(self) -> None:
+        self.secret = secrets.token_hex(16)
 
-
-# Pre-tokenizer name in the file -> how text is split before BPE.
-PRE_TOKENIZERS = {
-    "gpt-2": _gpt2,
-    # Every digit on its own, then the GPT-2 pattern.
-    "smollm": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), _gpt2()]
-    ),
-}
+    def __getitem__(self, token: int) -> str:
+        return f"\ue000{self.secret}:{token}\ue001"
 
 
 class Tokenizer:
@@ -44,99 +36,40 @@ class Tokenizer:
 
     def __init__(
         self,
-        tokens: Sequence[str],
-        merges: Sequence[tuple[str, str]],
+        pipeline: Pipeline,
+        marks: Marks,
+        token_bytes: Sequence[bytes],
+        control: Mapping[str, int],
         *,
-        control: Iterable[int],
-        pre_tokenizer: str,
-        eos_id: int,
-        bos_id: int | None = None,
-        add_bos: bool = False,
+        silent: Iterable[int] = (),
+        prefix: Sequence[int] = (),
+        named: Mapping[str, str] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        if pre_tokenizer not in PRE_TOKENIZERS:
-            raise ModelError(
-                f"pre-tokenizer {pre_tokenizer!r} is not supported; "
-                f"supported: {', '.join(PRE_TOKENIZERS)}"
-            )
-        self.vocab_size = len(tokens)
-        self.eos_id, self.bos_id, self.add_bos = eos_id, bos_id, add_bos
-        self._control = frozenset(control)
-        self._bytes = [
-            b"" if i in self._control else _from_byte_level(token) for i, token in enumerate(tokens)
-        ]
-        ids = {token: i for i, token in enumerate(tokens) if i not in self._control}
-        if len(ids) + len(self._control) != len(tokens):
-            raise ModelError("tokenizer.ggml.tokens holds the same token twice")
-        try:
-            self._bpe = _Bpe(models.BPE(vocab=ids, merges=list(merges)))
-        except Exception as error:  # the package raises bare Exception
-            raise ModelError(f"tokenizer.ggml.merges do not fit the vocabulary: {error}") from None
-        self._bpe.pre_tokenizer = PRE_TOKENIZERS[pre_tokenizer]()
+        """
+        Args:
+            pipeline: from text to ids; knows control token `i` as `marks[i]`.
+            token_bytes: what each id stands for in text.
+            control: text of every control token that text marked as special may hold -> its id.
+            silent: further ids that show no text.
+            prefix: ids in front of a raw prompt.
+            named: the chat template's variables, such as `eos_token`.
 
-        self._control_ids = {tokens[i]: i for i in self._control if tokens[i]}
-        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        Raises ModelError for a chat template that cannot be used.
+        """
+        self._pipeline, self._marks = pipeline, marks
+        self._bytes = list(token_bytes)
+        self.vocab_size = len(self._bytes)
+        self._control = dict(control)
+        self._silent = frozenset(silent) | frozenset(control.values())
+        for token in self._silent:
+            self._bytes[token] = b""
+        self._prefix = list(prefix)
+        longest_first = sorted(self._control, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._template: ChatTemplate | None = None
         if chat_template is not None:
-            named = {"eos_token": tokens[eos_id]}
-            if bos_id is not None:
-                named["bos_token"] = tokens[bos_id]
-            self._template = ChatTemplate(chat_template, self._control_ids, named)
-
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From the `tokenizer.*` keys of a GGUF file. Raises ModelError naming the key."""
-
-        def get(key: str, kind: type, default: Any = None) -> Any:
-            value = metadata.get(f"tokenizer.{key}", default)
-            if type(value) is not kind:
-                found = "missing" if value is None else f"of type {type(value).__name__}"
-                raise ModelError(
-                    f"tokenizer.{key} is {found}, but should be of type {kind.__name__}"
-                )
-            return value
-
-        if (model := get("ggml.model", str)) != "gpt2":
-            raise ModelError(f"tokenizer model {model!r} is not supported; supported: gpt2")
-        if get("ggml.add_space_prefix", bool, False):
-            raise ModelError("tokenizer.ggml.add_space_prefix is not supported")
-        tokens = get("ggml.tokens", list)
-        types = get("ggml.token_type", np.ndarray)
-        if len(types) != len(tokens):
-            raise ModelError(
-                f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
-            )
-        unknown = set(types.tolist()) - {_NORMAL, _CONTROL}
-        if unknown:
-            first = int(np.flatnonzero(np.isin(types, list(unknown)))[0])
-            raise ModelError(f"token {first} has type {types[first]}, which is not supported")
-        merges = [tuple(merge.split(" ")) for merge in get("ggml.merges", list)]
-        for index, merge in enumerate(merges):
-            if len(merge) != 2:
-                raise ModelError(f"tokenizer.ggml.merges[{index}] is not a pair of tokens")
-        eos_id = get("ggml.eos_token_id", int)
-        bos_id = (
-            get("ggml.bos_token_id", int) if "tokenizer.ggml.bos_token_id" in metadata else None
-        )
-        for name, token in (("eos", eos_id), ("bos", bos_id)):
-            if token is not None and not 0 <= token < len(tokens):
-                raise ModelError(
-                    f"tokenizer.ggml.{name}_token_id is {token}, outside the {len(tokens)} tokens"
-                )
-        add_bos = get("ggml.add_bos_token", bool, False)
-        if add_bos and bos_id is None:
-            raise ModelError("tokenizer.ggml.add_bos_token asks for a bos_token_id; there is none")
-        return cls(
-            tokens,
-            merges,
-            control=np.flatnonzero(types == _CONTROL).tolist(),
-            pre_tokenizer=get("ggml.pre", str, "default"),
-            eos_id=eos_id,
-            bos_id=bos_id,
-            add_bos=add_bos,
-            chat_template=get("chat_template", str, "") or None,
-        )
+            self._template = ChatTemplate(chat_template, self._control, named or {})
 
     def encode(self, text: str, *, specials: bool) -> list[int]:
         """Token ids of `text`, without any token in front of or behind it.
@@ -144,20 +77,16 @@ class Tokenizer:
         `specials=False` for whatever comes from a user: the text of a control token is then
         ordinary text. `specials=True` turns it into the control token. Raises PromptError.
         """
-        if not specials:
-            return self._ordinary(text)
-        ids: list[int] = []
-        done = 0
-        for match in self._control_pattern.finditer(text):
-            ids += self._ordinary(text[done : match.start()])
-            ids.append(self._control_ids[match.group()])
-            done = match.end()
-        return ids + self._ordinary(text[done:])
+        self._check(text)
+        if specials:
+            text = self._control_pattern.sub(
+                lambda match: self._marks[self._control[match.group()]], text
+            )
+        return self._ids(text)
 
     def prompt(self, text: str) -> list[int]:
         """Ids of a user's raw prompt: the BOS token if the model wants one, then ordinary text."""
-        bos = [self.bos_id] if self.add_bos and self.bos_id is not None else []
-        return bos + self._ordinary(text)
+        return self._prefix + self.encode(text, specials=False)
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
@@ -169,16 +98,20 @@ class Tokenizer:
         """
         if self._template is None:
             raise PromptError("this model has no chat template; give a plain prompt instead")
-        ids: list[int] = []
-        for part in self._template.render(messages, add_generation_prompt):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += self._ordinary(part)
-        return ids
+        pieces = self._template.render(messages, add_generation_prompt)
+        for piece in pieces:
+            if isinstance(piece, str):
+                self._check(piece)
+        return self._ids(
+            "".join(self._marks[piece] if isinstance(piece, int) else piece for piece in pieces)
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; control tokens are silent, broken UTF-8 becomes U+FFFD."""
+        """The text of `ids`; control tokens are silent, broken UTF-8 becomes U+FFFD.
+
+        The space that a SentencePiece vocabulary puts in front of a text's first word is kept: the
+        text of some ids is what they add to the text before them.
+        """
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
@@ -189,9 +122,9 @@ class Tokenizer:
 
     def is_special(self, token: int) -> bool:
         """Whether it is a control token: one that no user text produces and that shows no text."""
-        return token in self._control
+        return token in self._silent
 
-    def _ordinary(self, text: str) -> list[int]:
+    def _check(self, text: str) -> None:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -199,7 +132,11 @@ class Tokenizer:
                 f"the text holds a lone surrogate, U+{ord(text[error.start]):04X}, at character "
                 f"{error.start}: it is not valid Unicode"
             ) from None
-        ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
+        if self._marks.secret in text:  # 2**-128 by chance
+            raise PromptError("the text holds this tokenizer's private mark")
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._pipeline.encode(text, add_special_tokens=False).ids
         return ids
 
 
@@ -213,10 +150,19 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_level_alphabet()
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-def _from_byte_level(token: str) -> bytes:
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes of a token of a byte-level vocabulary. Raises ModelError."""
     try:
         return bytes(_ALPHABET[char] for char in token)
     except KeyError:
         raise ModelError(f"token {token!r} is not in the byte-level alphabet") from None
+
+
+def sentencepiece_bytes(token: str) -> bytes:
+    """The bytes of a token of a SentencePiece vocabulary: `<0x0A>` is a byte, U+2581 a space."""
+    if match := _BYTE.fullmatch(token):
+        return bytes([int(match.group(1), 16)])
+    return token.replace("\u2581", " ").encode()

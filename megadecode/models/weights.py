@@ -20,23 +20,31 @@ FloatArray = NDArray[np.float32]
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model in order of use: canonical name -> shape in elements.
 
-    With tied embeddings `head` is listed too; it is the same matrix as `embed`.
+    With tied embeddings `head` is listed too; it is the same matrix as `embed`. Norms and biases
+    are the tensors of one dimension.
     """
     hidden, ffn = config.hidden, config.ffn
     q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab, hidden)}
+    layer_shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,),
+        "q": (q_rows, hidden),
+        "k": (kv_rows, hidden),
+        "v": (kv_rows, hidden),
+    }
+    if config.qkv_bias:
+        layer_shapes |= {"q_bias": (q_rows,), "k_bias": (kv_rows,), "v_bias": (kv_rows,)}
+    if config.qk_norm:
+        layer_shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    layer_shapes |= {
+        "o": (hidden, q_rows),
+        "ffn_norm": (hidden,),
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+        "down": (hidden, ffn),
+    }
     for layer in range(config.layers):
-        shapes |= {
-            f"layers.{layer}.attn_norm": (hidden,),
-            f"layers.{layer}.q": (q_rows, hidden),
-            f"layers.{layer}.k": (kv_rows, hidden),
-            f"layers.{layer}.v": (kv_rows, hidden),
-            f"layers.{layer}.o": (hidden, q_rows),
-            f"layers.{layer}.ffn_norm": (hidden,),
-            f"layers.{layer}.gate": (ffn, hidden),
-            f"layers.{layer}.up": (ffn, hidden),
-            f"layers.{layer}.down": (hidden, ffn),
-        }
+        shapes |= {f"layers.{layer}.{part}": shape for part, shape in layer_shapes.items()}
     shapes |= {"final_norm": (hidden,), "head": (config.vocab, hidden)}
     return shapes
 

@@ -6,6 +6,7 @@ projections that read the same rows are one matrix, and attention is the library
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -28,15 +29,17 @@ class KvCache:
         self.values = torch.zeros_like(self.keys)
         self.rows = 0
 
+    def part(self, first: int, last: int) -> KvCache:
+        """The same memory seen as a cache of the sequences first..last - 1."""
+        part = copy.copy(self)
+        part.keys, part.values = self.keys[:, first:last], self.values[:, first:last]
+        return part
+
 
 class Layer:
-    """One layer's matrices and the two halves of its arithmetic around attention."""
+    """One layer's matrices; projections of the same rows are joined."""
 
     def __init__(self, target: TorchTarget, number: int) -> None:
-        c = target.config
-        self.eps, self.hidden = c.rms_eps, c.hidden
-        self.shape = (c.heads, c.kv_heads, c.head_dim)
-
         def take(*names: str) -> torch.Tensor:
             return torch.cat([target.take(f"layers.{number}.{name}") for name in names])
 
@@ -44,31 +47,48 @@ class Layer:
         self.qkv, self.o = take("q", "k", "v"), take("o")
         self.gate_up, self.down = take("gate", "up"), take("down")
 
-    def heads_of(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k (rotated) and v [sequences, heads, rows, head_dim] of x [sequences, rows, hidden].
 
-        cos, sin: [sequences or 1, 1, rows, head_dim / 2].
-        """
-        heads, kv_heads, d = self.shape
-        joint = F.linear(F.rms_norm(x, (self.hidden,), self.attn_norm, self.eps), self.qkv)
-        joint = joint.unflatten(-1, (heads + 2 * kv_heads, d)).transpose(1, 2)
-        turned = rotate(joint[:, : heads + kv_heads], cos, sin)
-        return turned[:, :heads], turned[:, heads:], joint[:, heads + kv_heads :]
+def heads_of(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norm: torch.Tensor,
+    qkv: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k (rotated) and v [rows, heads, head_dim] of x [rows, hidden].
 
-    def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind the layer; attended: [sequences, heads, rows, head_dim]."""
-        x = x + F.linear(attended.transpose(1, 2).flatten(2), self.o)
-        h = F.rms_norm(x, (self.hidden,), self.ffn_norm, self.eps)
-        gate, up = F.linear(h, self.gate_up).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+    cos, sin: [rows, 1, head_dim / 2]. Rows of all sequences are one axis here, so that a compiled
+    form serves every division of so many tokens into sequences.
+    """
+    joint = F.linear(F.rms_norm(x, norm.shape, norm, eps), qkv)
+    joint = joint.unflatten(-1, (heads + 2 * kv_heads, -1))
+    turned = rotate(joint[:, : heads + kv_heads], cos, sin)
+    return turned[:, :heads], turned[:, heads:], joint[:, heads + kv_heads :]
+
+
+def after_attention(
+    x: torch.Tensor,
+    attended: torch.Tensor,
+    o: torch.Tensor,
+    norm: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """The residual stream [rows, hidden] behind the layer; attended: [rows, heads * head_dim]."""
+    x = x + F.linear(attended, o)
+    gate, up = F.linear(F.rms_norm(x, norm.shape, norm, eps), gate_up).chunk(2, -1)
+    return x + F.linear(F.silu(gate) * up, down)
 
 
 class TorchTarget:
     """A frozen model from megadecode's own weights.
 
     dtype: of weights and activations; default bfloat16 on a GPU, float32 elsewhere.
+    fused: compile what stands between the matrix products; pays on a GPU, after some seconds.
     """
 
     def __init__(
@@ -76,8 +96,10 @@ class TorchTarget:
         weights: Weights,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
+        fused: bool = False,
     ) -> None:
-        self.weights, self.config, self.device = weights, weights.config, torch.device(device)
+        self.weights, self.config, self.fused = weights, weights.config, fused
+        self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
         c = self.config
@@ -85,7 +107,9 @@ class TorchTarget:
         self.head = self.embed if c.tied_embeddings else self.take("head")
         self.final_norm = self.take("final_norm")
         self.layers = [Layer(self, number) for number in range(c.layers)]
-        self._cos = self._sin = torch.empty(0)
+        self.tables = self._tables(c.context_tokens)
+        self._heads_of = torch.compile(heads_of) if fused else heads_of
+        self._after = torch.compile(after_attention) if fused else after_attention
 
     def take(self, name: str) -> torch.Tensor:
         """A tensor by canonical name, on the device, in `dtype`."""
@@ -122,45 +146,72 @@ class TorchTarget:
             )
         if positions is None:
             positions = torch.arange(past, past + rows, device=self.device)
-        cos, sin = self.angles(positions.view(-1, rows), past + rows)
+        cos, sin = self.angles(positions.view(-1, rows).expand(sequences, -1), past + rows)
         causal = mask is None and past == 0
         if mask is None and past and rows > 1:
             ones = torch.ones(rows, past + rows, dtype=torch.bool, device=self.device)
             mask = ones.tril(past)[None]
         seen = None if mask is None else mask[:, None]
         found: dict[int, torch.Tensor] = {}
-        x = F.embedding(tokens, self.embed)
+        x = F.embedding(tokens.flatten(), self.embed)
         for number, layer in enumerate(self.layers):
-            q, k, v = layer.heads_of(x, cos, sin)
+            q, k, v = (
+                part.unflatten(0, (sequences, rows)).transpose(1, 2)
+                for part in self.heads_of(layer, x, cos, sin)
+            )
             if cache is not None:
                 cache.keys[number, :, :, past : past + rows] = k
                 cache.values[number, :, :, past : past + rows] = v
                 k = cache.keys[number, :, :, : past + rows]
                 v = cache.values[number, :, :, : past + rows]
-            x = layer.after_attention(x, attend(q, k, v, seen, causal and rows > 1))
+            attended = attend(q, k, v, seen, causal and rows > 1)
+            x = self.after_attention(layer, x, attended.transpose(1, 2).reshape(len(x), -1))
             if number in taps:
                 found[number] = x
         if cache is not None:
             cache.rows = past + rows
         hidden = F.rms_norm(x, (self.config.hidden,), self.final_norm, self.config.rms_eps)
+        hidden = hidden.unflatten(0, (sequences, rows))
         if not taps:
             return hidden, x.new_empty(sequences, rows, 0, self.config.hidden)
-        return hidden, torch.stack([found[tap] for tap in taps], dim=2)
+        features = torch.stack([found[tap] for tap in taps], dim=1)
+        return hidden, features.unflatten(0, (sequences, rows))
+
+    def heads_of(
+        self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        c = self.config
+        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._heads_of(
+            x, cos, sin, layer.attn_norm, layer.qkv, c.heads, c.kv_heads, c.rms_eps
+        )
+        return made
+
+    def after_attention(
+        self, layer: Layer, x: torch.Tensor, attended: torch.Tensor
+    ) -> torch.Tensor:
+        made: torch.Tensor = self._after(
+            x, attended, layer.o, layer.ffn_norm, layer.gate_up, layer.down, self.config.rms_eps
+        )
+        return made
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., vocab] in `dtype`, of hidden states [..., hidden]."""
         return F.linear(hidden, self.head)
 
     def angles(self, positions: torch.Tensor, bound: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [sequences, 1, rows, head_dim / 2] of positions [sequences, rows], for
-        positions below `bound` (known on the host, so that nothing waits for the device)."""
-        if len(self._cos) < bound:
-            d = self.config.head_dim
-            inverse = 1.0 / self.config.rope_theta ** (torch.arange(0, d, 2).float() / d)
-            at = torch.arange(1 << (bound - 1).bit_length()).float()
-            angle = (at[:, None] * inverse).to(self.device)
-            self._cos, self._sin = angle.cos().to(self.dtype), angle.sin().to(self.dtype)
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+        """cos and sin [all rows, 1, head_dim / 2] of positions of any shape, which lie below
+        `bound` (known on the host, so that nothing waits for the device)."""
+        if len(self.tables[0]) < bound:
+            self.tables = self._tables(bound)
+        flat = positions.reshape(-1)
+        cos, sin = self.tables
+        return cos[flat][:, None], sin[flat][:, None]
+
+    def _tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        d = self.config.head_dim
+        inverse = 1.0 / self.config.rope_theta ** (torch.arange(0, d, 2).float() / d)
+        angle = (torch.arange(positions).float()[:, None] * inverse).to(self.device)
+        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,13 @@ def test_swizzle_is_its_own_inverse_and_spreads_banks(dim):
     y = kv_layout.swizzle_rows(x)
     assert np.array_equal(kv_layout.swizzle_rows(y), x)
     for piece in range(dim // 8):  # eight rows' piece i lie in eight different bank groups
-        where = [int(np.flatnonzero(y[r] == x[r, piece * 8])[0]) * 2 + r * dim * 2 for r in range(8)]
-        assert len({at // 16 % 8 for at in where}) == 8
+        where = [int(np.flatnonzero(y[r] == x[r, piece * 8])[0]) // 8 for r in range(8)]
+        assert len({i % 8 for i in where}) == 8
 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_keys_meet_queries(dim):
-    """Products of a K row and Q's registers, as the mma pairs them, are those of the plain order."""
+    """A K row times Q's registers, paired as the mma pairs them, is the plain product."""
     rng = np.random.default_rng(0)
     q, key = rng.integers(-9, 9, (2, dim))
     row, columns = key[kv_layout.key_order(dim)], q[kv_layout.rotary_order(dim)]

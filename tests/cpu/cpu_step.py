@@ -38,8 +38,8 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     def matrix(rows: int, columns: int) -> np.ndarray:
         return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
 
-    def gain() -> np.ndarray:
-        return (1 + 0.2 * rng.standard_normal(c.hidden)).astype(np.float32)
+    def gain(size: int = c.hidden) -> np.ndarray:
+        return (1 + 0.2 * rng.standard_normal(size)).astype(np.float32)
 
     tensors = {
         "embed": matrix(c.vocab, c.hidden),
@@ -58,6 +58,11 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
             f"layers.{i}.up": matrix(c.ffn, c.hidden),
             f"layers.{i}.down": matrix(c.hidden, c.ffn),
         }
+        for part in ("q", "k") if c.qk_norm else ():
+            tensors[f"layers.{i}.{part}_norm"] = gain(c.head_dim)
+        for part in ("q", "k", "v") if c.qkv_bias else ():
+            rows = len(tensors[f"layers.{i}.{part}"])
+            tensors[f"layers.{i}.{part}_bias"] = 0.5 * rng.standard_normal(rows, dtype=np.float32)
     return tensors
 
 
@@ -205,9 +210,13 @@ def reference(
     for i in range(c.layers):
         at = f"layers.{i}."
         y = norm(x, w[at + "attn_norm"])
-        q = rotate((y @ w[at + "q"].T).reshape(n, c.heads, c.head_dim))
-        k = rotate((y @ w[at + "k"].T).reshape(n, c.kv_heads, c.head_dim))
-        v = (y @ w[at + "v"].T).reshape(n, c.kv_heads, c.head_dim)
+        q, k, v = (
+            (y @ w[at + part].T + w.get(f"{at}{part}_bias", dtype(0))).reshape(n, -1, c.head_dim)
+            for part in ("q", "k", "v")
+        )
+        if c.qk_norm:
+            q, k = norm(q, w[at + "q_norm"]), norm(k, w[at + "k_norm"])
+        q, k = rotate(q), rotate(k)
         out = np.empty_like(q)
         for h in range(c.heads):
             s = q[:, h] @ k[:, h // group].T / dtype(np.sqrt(c.head_dim))

@@ -61,6 +61,18 @@ def test_an_untied_head_is_packed_beside_the_embedding() -> None:
     np.testing.assert_array_equal(unpack(w.embed)[: config.vocab], tensors["embed"])
 
 
+def test_biases_lie_like_the_outputs_they_belong_to() -> None:
+    config = dataclasses.replace(TINY, qkv_bias=True, qk_norm=True)
+    tensors = random_tensors(config)
+    for part in ("q", "k", "v"):  # every output's weights start with its bias
+        for i in range(config.layers):
+            tensors[f"layers.{i}.{part}"][:, 0] = tensors[f"layers.{i}.{part}_bias"]
+    w = pack.pack_weights(config, tensors.__getitem__, 10)
+    for i in range(config.layers):
+        np.testing.assert_array_equal(w.qkv_bias[i], unpack(w.qkv[i])[:, 0])
+    assert pack.pack_weights(TINY, tensors.__getitem__, 10).qkv_bias.shape == (2, 0)
+
+
 def test_bfloat16_rounds_to_nearest_even() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint64)
     bits = np.concatenate([bits, (np.arange(65536) << 16) | 0x8000, (np.arange(65536) << 16)])
@@ -98,7 +110,7 @@ def test_bf16_weights_are_the_rounded_fp32_ones() -> None:
 
 def test_rope_table_is_exact_far_out() -> None:
     config = dataclasses.replace(TINY, rope_theta=100000.0)
-    table = pack.rope_table(config, 70_000)
+    table = pack.pack_weights(config, random_tensors(config).__getitem__, 70_000).rope
     half = config.head_dim // 2
     for position in (0, 1, 63, 8191, 69_999):
         for d in (0, 1, half - 1):

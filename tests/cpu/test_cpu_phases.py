@@ -33,19 +33,43 @@ def test_accuracy(tokens: np.ndarray, one_by_one: np.ndarray) -> None:
     assert np.abs(one_by_one - exact).max() <= 2 * np.abs(plain - exact).max()
 
 
-def test_other_shapes() -> None:
-    sizes = ("heads", "kv_heads", "head_dim", "hidden", "ffn", "vocab", "tied_embeddings")
-    for shape in ((4, 4, 64, 64, 16, 31, True), (8, 1, 32, 160, 48, 65, False)):
-        config = dataclasses.replace(TINY, **dict(zip(sizes, shape)))
-        tensors = random_tensors(config)
-        tokens = np.random.default_rng(1).integers(0, config.vocab, 150)
-        step = Step(config, tensors, workers=3)
-        got = np.concatenate(
-            [step.run([Segment(2, 0, tokens[:100])]), step.run([Segment(2, 100, tokens[100:])])]
-        )
-        exact = reference(config, tensors, tokens, np.float64)
-        plain = reference(config, tensors, tokens, np.float32)
-        assert np.abs(got - exact).max() <= 2 * np.abs(plain - exact).max()
+SHAPES = {
+    "ungrouped": dict(heads=4, kv_heads=4, head_dim=64, hidden=64, ffn=16, vocab=31),
+    "untied": dict(heads=8, kv_heads=1, hidden=160, ffn=48, vocab=65, tied_embeddings=False),
+    "bias": dict(qkv_bias=True),
+    "norms": dict(qk_norm=True, head_dim=64, rms_eps=1e-2),
+    "bias and norms": dict(qkv_bias=True, qk_norm=True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_other_shapes(name: str) -> None:
+    config = dataclasses.replace(TINY, **SHAPES[name])
+    tensors = random_tensors(config)
+    tokens = np.random.default_rng(1).integers(0, config.vocab, 150)
+    step = Step(config, tensors, workers=3)
+    got = np.concatenate(
+        [step.run([Segment(2, 0, tokens[:100])]), step.run([Segment(2, 100, tokens[100:])])]
+    )
+    exact = reference(config, tensors, tokens, np.float64)
+    plain = reference(config, tensors, tokens, np.float32)
+    assert np.abs(got - exact).max() <= 2 * np.abs(plain - exact).max()
+
+
+@pytest.mark.parametrize("name", ["bias", "bias and norms"])
+def test_biases_and_norms_are_row_invariant(name: str) -> None:
+    """One row at a time, or a chunk beside a tree: the same bits."""
+    config = dataclasses.replace(TINY, **SHAPES[name])
+    tokens = np.random.default_rng(2).integers(0, config.vocab, 90)
+    one = Step(config, workers=1)
+    alone = np.concatenate([one.run([Segment(0, i, [t])]) for i, t in enumerate(tokens)])
+    many = Step(config, workers=3)
+    np.testing.assert_array_equal(many.run([Segment(1, 0, tokens[:70])]), alone[:70])
+    tree = [tokens[70], 5, tokens[71], tokens[72]]
+    segments = [Segment(1, 70, tree, [-1, 0, 0, 2]), Segment(3, 0, tokens[:33])]
+    got = many.run(segments)
+    np.testing.assert_array_equal(got[[0, 2, 3]], alone[70:73])
+    np.testing.assert_array_equal(got[4:], alone[:33])
 
 
 @pytest.mark.parametrize("chunk", [2, 7, 16, 17, 64, 100, 256])
@@ -78,7 +102,7 @@ def test_bf16_weights_compute_what_their_rounded_values_say(tokens: np.ndarray) 
     tensors = random_tensors(TINY)
     rounded = {
         name: value
-        if name.endswith("norm")
+        if value.ndim == 1
         else (round_bfloat16(value).astype(np.uint32) << 16).view(np.float32)
         for name, value in tensors.items()
     }

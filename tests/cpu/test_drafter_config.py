@@ -13,9 +13,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from megadecode import ModelConfig
 from megadecode.drafter import DrafterConfig, Yarn, fingerprint
 from megadecode.drafter.published import published_values, read_published
-from megadecode.drafter.rope import inverse_frequencies, rotation_table
 from megadecode.errors import ModelError
 from megadecode.models.random_model import random_model
+from megadecode.rope import inverse_frequencies, rotation_table
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -1,5 +1,6 @@
 """What cannot be served is refused at the call, with a message that says what to do."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -7,12 +8,18 @@ import pytest
 from tiny_model import greedy, prompt, tiny_engine
 
 from megadecode import (
+    DeviceError,
+    DeviceHung,
     DeviceUnavailable,
     Engine,
+    MegadecodeError,
     ModelConfig,
+    ModelError,
     ParameterError,
     PromptError,
+    QueueFull,
     SamplingParams,
+    aliases,
 )
 from megadecode.models.random_model import random_model
 
@@ -97,7 +104,10 @@ def test_what_can_never_fit_the_pages(engine):
         ({"temperature": float("nan")}, "temperature is nan; it must be between 0 and 100"),
         ({"temperature": 10**400}, f"temperature is {10**400}; it must be between 0 and 100"),
         ({"temperature": "0"}, "temperature is '0'; it must be a number"),
-        ({"top_k": -1}, "top_k is -1; it must be between 0 and 2147483647"),
+        (
+            {"top_k": -1},
+            "top_k is -1; it must be between 0 and 2147483647; 0 keeps all tokens",
+        ),
         ({"top_p": 0}, "top_p is 0; it must be above 0 (top_k=1 is greedy)"),
         ({"top_p": 1.01}, "top_p is 1.01; it must be between 0 and 1"),
         ({"min_p": -0.5}, "min_p is -0.5; it must be between 0 and 1"),
@@ -127,15 +137,44 @@ def test_what_can_never_fit_the_pages(engine):
         ({"stop_token_ids": ["a"]}, "a stop token id is 'a'; it must be an integer"),
         ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
         (
-            {"beams": 5, "presence_penalty": 1.0},
-            "unsupported sampling parameter 'beams', 'presence_penalty'; this release knows "
-            "max_new_tokens, temperature, top_k, top_p, min_p, seed, min_new_tokens, stop, "
-            "stop_token_ids, ignore_eos, logprobs, logit_bias",
+            {"bean": 5},
+            "unsupported sampling parameter 'bean'; this release knows max_new_tokens, "
+            "temperature, top_k, top_p, min_p, seed, min_new_tokens, stop, stop_token_ids, "
+            "ignore_eos, logprobs, logit_bias",
+        ),
+        ({"max_tokens": 5}, "unsupported sampling parameter 'max_tokens': use max_new_tokens"),
+        (
+            {"presence_penalty": 1.0, "n_predict": 4},
+            "unsupported sampling parameter 'presence_penalty': penalties depend on the path at "
+            "every node of a tree and are not in this release; 'n_predict': use max_new_tokens",
         ),
     ],
 )
 def test_sampling_parameters(values, message):
-    refused(ParameterError, message, SamplingParams.of, values)
+    refused(ParameterError, message, SamplingParams, **values)
+
+
+def test_sampling_parameters_are_given_by_name():
+    refused(
+        ParameterError,
+        "sampling parameters are given by name, as in SamplingParams(temperature=0.7)",
+        SamplingParams, 0.7,
+    )  # fmt: skip
+
+
+def test_names_of_other_engines_lead_to_ours():
+    ours = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert set(aliases._USE) <= ours
+    assert not ours & set(aliases._HINTS)
+    count = sum(len(names) for names in (*aliases._USE.values(), *aliases._WHY.values()))
+    assert count == len(aliases._HINTS), "a name stands in two places"
+
+
+def test_errors_have_one_base_and_a_built_in_one():
+    for kind in (ModelError, ParameterError, PromptError):
+        assert issubclass(kind, MegadecodeError) and issubclass(kind, ValueError)
+    for kind in (DeviceError, DeviceHung, DeviceUnavailable, QueueFull):
+        assert issubclass(kind, MegadecodeError) and issubclass(kind, RuntimeError)
 
 
 def test_stop_ids_against_the_model(engine):
@@ -187,12 +226,17 @@ def test_stop_ids_against_the_model(engine):
         ({"budget": "all"}, ParameterError, "budget is 'all'; it must be an integer"),
         ({"shape": "bush"}, ParameterError, "shape is 'bush'; choose tree or chain"),
         ({"decode_rows": 0}, ParameterError, "decode_rows is 0; it must be between 1 and 256"),
-        ({"deadline_s": 0}, ParameterError, "deadline_s is 0; it must be above 0"),
+        (
+            {"deadline_s": 0},
+            ParameterError,
+            "deadline_s is 0; it must be a number of seconds above 0",
+        ),
         (
             {"bogus": 1},
             ParameterError,
-            "unknown engine option 'bogus'; besides the named ones: decode_rows, max_inflight, "
-            "completion_entries, request_entries, pool_bytes, first_sequence, deadline_s, script",
+            "unknown engine option 'bogus'; besides the named ones: workers, decode_rows, "
+            "max_inflight, completion_entries, request_entries, pool_bytes, first_sequence, "
+            "deadline_s",
         ),
         (
             {"park_after_s": float("nan")},
@@ -206,7 +250,7 @@ def test_stop_ids_against_the_model(engine):
         ),
         (
             {"completion_entries": 16},
-            ValueError,
+            ParameterError,
             "completion_entries is 16; 4 slots need at least 58: two steps' worst case. Use a "
             "larger ring or fewer slots",
         ),

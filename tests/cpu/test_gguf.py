@@ -137,16 +137,28 @@ def test_default_model(model: gguf_file.LoadedModel) -> None:
 
 WRONG = {
     "architecture": (
-        {"architecture": "qwen2"},
-        "architecture 'qwen2' is not supported; supported: llama",
+        {"architecture": "qwen2moe"},
+        "architecture 'qwen2moe' is not supported; supported: llama, qwen2, qwen3",
     ),
     "rope scaling": (
-        {"keys": {"llama.rope.scaling.type": "linear"}},
-        "'llama.rope.scaling.type' = 'linear' is not supported (only 'none' is)",
+        {"keys": {"llama.rope.scaling.type": "longrope"}},
+        "'llama.rope.scaling.type' = 'longrope' is not supported; supported: none, linear, yarn",
     ),
     "rope scaling factor": (
-        {"keys": {"llama.rope.scaling.factor": 4.0}},
-        "'llama.rope.scaling.factor' = 4.0 is not supported (only 1.0 is)",
+        {"keys": {"llama.rope.scaling.factor": -4.0}},
+        "linear factor is -4.0; it must be positive",
+    ),
+    "yarn factor": (
+        {"keys": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 0.0}},
+        "yarn factor is 0.0; it must be positive",
+    ),
+    "yarn variant": (
+        {"keys": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5}},
+        "'llama.rope.scaling.yarn_ext_factor' = 0.5 is not supported (only 1.0 is)",
+    ),
+    "yarn without yarn": (
+        {"keys": {"llama.rope.scaling.yarn_beta_fast": 8.0}},
+        "'llama.rope.scaling.yarn_beta_fast' = 8.0 is not supported",
     ),
     "partial rotary": (
         {"keys": {"llama.rope.dimension_count": 4}},
@@ -222,13 +234,52 @@ WRONG = {
     ),
     "bias": (
         {"tensors": {"blk.0.attn_q.bias": np.zeros(32, np.float32)}},
-        "tensor 'blk.0.attn_q.bias' belongs to a variant of the model that is not supported "
-        "(biases, rotary scaling factors or experts would change the result)",
+        "tensor 'blk.0.attn_q.bias' belongs to a variant of the model that is not "
+        "supported (it would change the result)",
     ),
-    "rope factors": (
-        {"tensors": {"rope_freqs.weight": np.ones(4, np.float32)}},
-        "tensor 'rope_freqs.weight' belongs to a variant of the model that is not supported "
-        "(biases, rotary scaling factors or experts would change the result)",
+    "rope factors of another head": (
+        {"tensors": {"rope_freqs.weight": np.ones(3, np.float32)}},
+        "model 'tiny': 3 rope factors; head_dim 8 needs 4",
+    ),
+    "rope factors in bits": (
+        {"tensors": {"rope_freqs.weight": np.ones(4, np.float16)}},
+        "tensor 'rope_freqs.weight' is F16 of shape [4]; expected F32 in one dimension",
+    ),
+    "rope factor": (
+        {"tensors": {"rope_freqs.weight": np.array([1, 0, 1, 1], np.float32)}},
+        "rope factor 1 is 0.0; it must be positive",
+    ),
+    "rope factors and scaling": (
+        {
+            "tensors": {"rope_freqs.weight": np.ones(4, np.float32)},
+            "keys": {"llama.rope.scaling.factor": 2.0},
+        },
+        "tensor 'rope_freqs.weight' beside rope scaling 'linear': not supported",
+    ),
+    "rope factors of another family": (
+        {
+            "tensors": {"rope_freqs.weight": np.ones(4, np.float32)},
+            "architecture": "qwen3",
+            "config": replace(TINY, qk_norm=True),
+        },
+        "tensor 'rope_freqs.weight' belongs to a variant of the model that is not "
+        "supported (it would change the result)",
+    ),
+    "bias of another shape": (
+        {
+            "tensors": {"blk.1.attn_k.bias": np.ones(15, np.float32)},
+            "architecture": "qwen2",
+            "config": replace(TINY, qkv_bias=True),
+        },
+        "tensor 'blk.1.attn_k.bias' has shape [15]; its configuration asks for [16]",
+    ),
+    "norm missing": (
+        {
+            "tensors": {"blk.0.attn_q_norm.weight": None},
+            "architecture": "qwen3",
+            "config": replace(TINY, qk_norm=True),
+        },
+        "tensor 'blk.0.attn_q_norm.weight' is missing; expected [8]",
     ),
     "dtype": (
         {"tensors": {"output_norm.weight": np.ones(32, np.float64)}},

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from test_engine import check_all_returned
+from engine_checks import check_all_returned
 from tiny_model import greedy, prompt, tiny_engine
 
 from cute_kernels.cpu.loop import _try_park

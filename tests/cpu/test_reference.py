@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import pytest
 import torch
-import transformers
+from hf_models import transformers_model
 
 from megadecode.config import ModelConfig
 from megadecode.models.gguf_file import LoadedModel
-from megadecode.models.random_model import RandomModel, random_model
+from megadecode.models.random_model import random_model
 from megadecode.reference import Reference
 from tests.golden import read_golden
 
@@ -40,47 +37,6 @@ SAME = {"rtol": 1e-5, "atol": 2e-5}
 
 def reference(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32) -> Reference:
     return Reference(config, random_model(config, 3).tensors(), dtype)
-
-
-def transformers_model(weights: RandomModel, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    config = weights.config
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.ffn,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.context_tokens,
-            rms_norm_eps=config.rms_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tied_embeddings,
-            attn_implementation="eager",
-        )
-    )
-    names = {
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj",
-    }
-    top = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
-    state = {}
-    for name, values in weights.tensors():
-        if name in top:
-            state[f"{top[name]}.weight"] = torch.from_numpy(values)
-        else:
-            _, layer, kind = name.split(".")
-            state[f"model.layers.{layer}.{names[kind]}.weight"] = torch.from_numpy(values)
-    model.load_state_dict(state)
-    return model.to(dtype).eval()
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied, grouped", "tied, ungrouped"])

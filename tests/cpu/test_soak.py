@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
+from engine_checks import check_all_returned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_engine import check_all_returned
 from tiny_model import CONFIG, greedy, prompt, tiny_engine
 
 from host.wire import Activity, Word
@@ -234,7 +234,7 @@ def any_parameters(shared, ids, values):
     engine, want = shared
     neighbour = engine.submit(prompt(11), SamplingParams(max_new_tokens=12, ignore_eos=True))
     try:
-        request = engine.submit(ids, SamplingParams.of(values))
+        request = engine.submit(ids, SamplingParams(**values))
     except (ParameterError, PromptError):
         pass
     else:

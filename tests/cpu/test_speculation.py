@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 import tiny_drafter as td
+from engine_checks import check_all_returned
 from speculative import (
     ANYHOW,
     BLOCK_16,
@@ -25,7 +26,6 @@ from speculative import (
     state_of,
     truth,
 )
-from test_engine import check_all_returned
 
 from megadecode import SamplingParams
 

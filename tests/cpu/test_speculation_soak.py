@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import tiny_drafter as td
+from engine_checks import check_all_returned
 from hypothesis import given, settings
 from speculative import (
     BLOCK_16,
@@ -21,7 +22,6 @@ from speculative import (
     scripted,
     target,
 )
-from test_engine import check_all_returned
 from test_soak import (
     PARAMS,
     PROMPTS,

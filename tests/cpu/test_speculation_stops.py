@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import tiny_drafter as td
+from engine_checks import check_all_returned
 from speculative import (
     ANYHOW,
     BLOCK_16,
@@ -22,7 +23,6 @@ from speculative import (
     target,
     truth,
 )
-from test_engine import check_all_returned
 
 PROMPT = ids(57, seed=2)
 DEPTH = 7

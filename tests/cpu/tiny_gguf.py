@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFValueType, GGUFWriter
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
 
 from megadecode.config import ModelConfig
@@ -30,15 +30,20 @@ TINY = ModelConfig(
 )
 TOP = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
 STORED = {
-    "attn_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "ffn_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
+    "attn_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "o": "attn_output.weight",
+    "ffn_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
 }
 TEMPLATE = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}"
@@ -85,6 +90,7 @@ def write_gguf(
     """Write a model with `random_model(config, 7)`'s weights.
 
     `tensors` (by stored name; None leaves one out) and `keys` (None leaves one out) replace or add.
+    Matrices of `dtype` that the package cannot quantise are random blocks (see `quantized`).
     """
     stored: dict[str, np.ndarray | None] = {}
     for name, values in random_model(config, 7).tensors():
@@ -93,26 +99,26 @@ def write_gguf(
                 stored[TOP[name]] = values
             continue
         _, layer, kind = name.split(".")
-        if kind in ("q", "k"):
+        if kind in ("q", "k") and architecture == "llama":
             values = interleave(values, config.heads if kind == "q" else config.kv_heads)
-        stored[f"blk.{layer}.{STORED[kind]}.weight"] = values
+        stored[f"blk.{layer}.{STORED[kind]}"] = values
     stored.update(tensors or {})
 
     tokens, types, merges = vocabulary()
     metadata: dict[str, Any] = {
         "general.name": config.name,
-        "llama.block_count": config.layers,
-        "llama.context_length": config.context_tokens,
-        "llama.embedding_length": config.hidden,
-        "llama.feed_forward_length": config.ffn,
-        "llama.attention.head_count": config.heads,
-        "llama.attention.head_count_kv": config.kv_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.value_length": config.head_dim,
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.rope.freq_base": config.rope_theta,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_eps,
-        "llama.vocab_size": config.vocab,
+        f"{architecture}.block_count": config.layers,
+        f"{architecture}.context_length": config.context_tokens,
+        f"{architecture}.embedding_length": config.hidden,
+        f"{architecture}.feed_forward_length": config.ffn,
+        f"{architecture}.attention.head_count": config.heads,
+        f"{architecture}.attention.head_count_kv": config.kv_heads,
+        f"{architecture}.attention.key_length": config.head_dim,
+        f"{architecture}.attention.value_length": config.head_dim,
+        f"{architecture}.rope.dimension_count": config.head_dim,
+        f"{architecture}.rope.freq_base": config.rope_theta,
+        f"{architecture}.attention.layer_norm_rms_epsilon": config.rms_eps,
+        f"{architecture}.vocab_size": config.vocab,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
@@ -133,12 +139,32 @@ def write_gguf(
         if values.ndim == 1 or values.dtype != np.float32:
             writer.add_tensor(name, values)
         else:
-            writer.add_tensor(name, quantize(values, dtype), raw_dtype=dtype)
+            writer.add_tensor(name, quantized(values, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def quantized(values: np.ndarray, dtype: GGMLQuantizationType) -> np.ndarray:
+    """`values` [rows, columns] in blocks, [rows, bytes]; the same bytes every time.
+
+    The package only reads Q4_K and Q6_K: those are random blocks of `values`'s shape, whose scales
+    give weights of a usual size.
+    """
+    if dtype.name not in ("Q4_K", "Q6_K"):
+        return quantize(values, dtype)
+    block, block_bytes = GGML_QUANT_SIZES[dtype]
+    rows, columns = values.shape
+    rng = np.random.default_rng([rows, columns, int(abs(values.flat[0]) * 1e6)])
+    raw = rng.integers(0, 256, (rows, columns // block, block_bytes), np.uint8)
+    scales = (columns**-0.5 * rng.uniform(1, 2, (rows, columns // block, 2))).astype(np.float16)
+    if dtype.name == "Q4_K":  # d and dmin, then 6-bit scales and minimums, then 4-bit values
+        raw[..., :4] = (scales / np.array([256, 32], np.float16)).view(np.uint8)
+    else:  # ..., int8 scales, d
+        raw[..., -2:] = (scales[..., :1] / np.float16(2048)).view(np.uint8)
+    return raw.reshape(rows, -1)
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""The kernels of the GPU tests:  python -m tests.gpu.kernels DIR   builds them on any machine.
+"""The kernels of the GPU tests:  python -m tests.gpu.kernels DIR [name ...]   builds them anywhere.
 
 Then, where the GPU is:
 
@@ -9,57 +9,95 @@ import dataclasses
 import json
 import pathlib
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 
-from cute_kernels.gpu.config import LLAMA_1B, SMOLLM2, Config
+from cute_kernels.gpu.config import SHAPES, Config, product
 
-# two layers are enough to pass every buffer copy on; the small vocabulary keeps weights small
-SMALL_LLAMA = dataclasses.replace(LLAMA_1B, layers=4, vocab=16384)
-SMALL_SMOL = dataclasses.replace(SMOLLM2, layers=5, vocab=4096)
-SMOL = dict(warps=6, down_split=1, stage_bytes=9216, stages=16, red_buffers=2)
-STEPS = {
-    "step-llama-8": Config(SMALL_LLAMA, rows=8),
-    "step-llama-16": Config(SMALL_LLAMA),
-    "step-smol-72": Config(SMALL_SMOL, ctas=72, **SMOL),
-    "step-smol-132": Config(SMALL_SMOL, ctas=132, **SMOL),
-    "step-llama-pair": Config(SMALL_LLAMA, exchange="cluster", down_split=2, passes=2, stages=12),
-    "step-smol-cluster": Config(
-        SMALL_SMOL, ctas=120, exchange="cluster", **{**SMOL, "down_split": 4}
-    ),
-    "step-smol-global": Config(SMALL_SMOL, ctas=128, **{**SMOL, "down_split": 4}),
-}
-ONE_LAYER = dataclasses.replace(LLAMA_1B, layers=1, vocab=16384)
-ONE_SMOL = dataclasses.replace(SMOLLM2, layers=1, vocab=4096)
-ATTENTION = {
-    "attention-llama": Config(ONE_LAYER, ctas=128, attention=True, stages=12, setmaxnreg=True),
-    "attention-smol": Config(
-        ONE_SMOL, attention=True, splits=32, **{**SMOL, "stage_bytes": 16384, "stages": 11}
-    ),
-}
+# enough layers to pass every buffer copy on; a smaller vocabulary keeps weights small
+LAYERS = {"llama-3.1-8b": 2, "qwen3-8b": 2}
+VOCAB = {"llama-3.2-1b": 16384, "llama-3.1-8b": 16384, "qwen3-8b": 16376, "smollm2-135m": 8192}
 TURNSTILES = (2, 32, 132)
 
 
+def small(name: str, **changes) -> Config:
+    """A preset at full width with few layers."""
+    s = SHAPES[name]
+    shape = dataclasses.replace(s, layers=LAYERS.get(name, 4), vocab=VOCAB.get(name, s.vocab))
+    return product(shape, **changes)
+
+
+def matrices(name: str) -> Config:
+    """The same without attention: o reads q."""
+    return small(name, attention=False, prompt=False)
+
+
+def scripted() -> dict[str, Config]:
+    """Kernels that are compared with torch, by file name."""
+    whole = {f"decode-{name}": small(name, prompt=False) for name in SHAPES}
+    return {f"matrices-{name}": matrices(name) for name in SHAPES} | whole
+
+
+def prompts() -> dict[str, tuple[Config, Callable]]:
+    """The prompt segment ("all") and its parts, by file name."""
+    from cute_kernels.gpu.prompt import PARTS
+    from cute_kernels.gpu.prompt_kernel import make_prompt
+
+    return {
+        f"prompt-{name}-{part or 'all'}": (c, partial(make_prompt, c, part))
+        for name in SHAPES
+        for c in [small(name)]
+        for part in ("", *PARTS)
+    }
+
+
+def timed() -> dict[str, Config]:
+    """Whole models, whose steps are timed: time_decode.py."""
+    out = {}
+    for name in ("smollm2-135m", "llama-3.2-1b"):
+        out[f"timed-matrices-{name}"] = product(name, attention=False, prompt=False)
+        out[f"timed-{name}"] = product(name, prompt=False)
+        out[f"timed-{name}-phases"] = product(name, prompt=False, timing=True)
+    return out
+
+
 def probe_makers() -> dict:
-    from cute_kernels.gpu import probes
+    from cute_kernels.gpu import echo, probes
 
     makers = {f"turnstile-{n}": (lambda n=n: probes.make_turnstile(n)) for n in TURNSTILES}
+    makers["echo"] = lambda: echo.make_echo(132)
     makers["barrier"] = lambda: probes.make_barrier(132)
     makers["ring"] = lambda: probes.make_ring_race(132, dependent=True)
     makers["ring-independent"] = lambda: probes.make_ring_race(132, dependent=False)
     return makers
 
 
-def main(folder: pathlib.Path) -> None:
+def main(folder: pathlib.Path, names: list[str]) -> None:
     from cute_kernels.gpu import build
 
     folder.mkdir(parents=True, exist_ok=True)
     cache = folder.parent / "cache"
-    artefacts = {n: build.build(n, m, "sm_90a", cache) for n, m in probe_makers().items()}
-    artefacts |= {n: build.build_step(c, cache) for n, c in (STEPS | ATTENTION).items()}
-    for name, a in artefacts.items():
+    makers = {
+        name: partial(build.build, name, make, "sm_90a", cache)
+        for name, make in probe_makers().items()
+    }
+    for name, (c, make) in prompts().items():
+        makers[name] = partial(build.build, f"{name} {c}", make, c.arch, cache)
+    for name, c in (scripted() | timed()).items():
+        makers[name] = partial(build.build_kernel, c, "script", cache)
+    for name in names or makers:
+        start = time.perf_counter()
+        a = makers[name]()
         (folder / f"{name}.cubin").write_bytes(a.cubin)
         (folder / f"{name}.json").write_text(json.dumps(a.manifest))
-        print(f"{name}: {a.manifest['reg']} registers")
+        m = a.manifest
+        print(
+            f"{name:28s} {time.perf_counter() - start:5.1f} s  {m['reg']} registers,"
+            f" {m['stack']} B stack, {m['smem']} B shared",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,114 @@
+"""Attention as a kernel of its own, for tests, figures and profiles: the same device code.
+
+Registers and shared memory are those of the whole kernel. One launch runs `layers` layers of one
+step: layer i reads the raw columns of qkv from copy i of tiles.Buffers and leaves its output there.
+As in the whole kernel a layer waits for the words of the one before, each warp for its share of the
+columns, as the matrix behind attention would.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.gpu import sync
+from cute_kernels.gpu.arguments import Arg
+from cute_kernels.gpu.attention import (
+    begin_produce,
+    begin_step,
+    produce_kv,
+    run_attention,
+    take_rows,
+)
+from cute_kernels.gpu.board import Desc
+from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, ROWS, Config
+from cute_kernels.gpu.core import Core, arg, carve, desc_word, init_barriers, places
+from cute_kernels.gpu.kernel import register_split
+from cute_kernels.gpu.tiles import Buffers
+
+DESC_WORDS = int(Desc.PATH) + 2 * ROWS
+AT_ONCE = 8  # chunks of the output that a warp waits for together
+
+
+@cute.jit
+def take_output(k: cutlass.Constexpr, rows: Int32, out: Int64):
+    """This warp's share of a layer's output columns, as a matrix with these rows would take it."""
+    chunks, row = k.c.shape.attended // CHUNK // k.c.warps, k.lane >> 2
+    at = out + Int64(k.wid * (chunks * CHUNK_BYTES) + k.lane * 16)
+    for first in cutlass.range_constexpr(0, chunks, AT_ONCE):
+        n = min(AT_ONCE, chunks - first)
+        words = cute.make_rmem_tensor(cute.make_layout(n * 8), Uint32)
+        places = [(b, (first + i) * CHUNK_BYTES) for b in range(2) for i in range(n)]
+        addresses = [at + (off + b * 512) for b, off in places]
+        take_rows(k, words, addresses, [8 * b + row < rows for b, _ in places])
+
+
+@cute.jit
+def run_consumers(k: cutlass.Constexpr, act: Int64, rows: Int32, layers: Int32):
+    b = Buffers.of(k.c)
+    begin_step(k, rows)
+    sync.consumer_sync(k.c.warps * 32)
+    stage, parity, cur = Int32(0), Int32(0), act
+    for layer in cutlass.range(layers, unroll=1):
+        stage, parity = run_attention(k, rows, layer, cur, stage, parity)
+        take_output(k, rows, cur + b.a)
+        sync.consumer_sync(k.c.warps * 32)
+        cur = cur + b.bytes
+
+
+@cute.jit
+def run_producer(k: cutlass.Constexpr, layers: Int32):
+    step = begin_produce(k)
+    stage, parity, issued = Int32(0), Int32(0), Int32(0)
+    landed, landed_parity = Int32(0), Int32(0)
+    for layer in cutlass.range(layers, unroll=1):
+        stage, parity, issued, landed, landed_parity = produce_kv(
+            k, step, layer, stage, parity, issued, landed, landed_parity
+        )
+
+
+def make_attention(c: Config):
+    """Returns (jit launcher, example arguments, launch geometry).
+
+    Arguments: the table of arguments.Arg (ACT, BOARD with a descriptor, KV_POOL, PAGE_TABLE, ROPE,
+    QK_NORM), layers: copies of Buffers in ACT, whose part and a must be EMPTY.
+    """
+
+    few, many = register_split(c)
+
+    @cute.kernel
+    def kernel(args: Int64, layers: Int32):
+        tid, _, _ = cute.arch.thread_idx()
+        bid, _, _ = cute.arch.block_idx()
+        smem, k = cutlass.memory.SmemAllocator(), Core()
+        block = smem.allocate_tensor(
+            cutlass.Uint8, cute.make_layout(c.smem_bytes), byte_alignment=1024
+        )
+        places(c, k, tid, bid)
+        carve(c, block.iterator.toint(), k)
+        k.args, k.zero = args, Uint32(layers >> 30)
+        k.kv_pool, k.pages = arg(k, Arg.KV_POOL), arg(k, Arg.PAGE_TABLE)
+        if tid < DESC_WORDS:
+            word = sync.ld_word(arg(k, Arg.BOARD) + Int64(tid) * 4)
+            sync.sts_int(k.desc + tid * 4, word)
+        init_barriers(k)
+        if k.wid >= c.warps:
+            if cutlass.const_expr(c.setmaxnreg):
+                cute.arch.setmaxregister_decrease(few)
+            if k.wid == c.warps:
+                run_producer(k, layers)
+        else:
+            if cutlass.const_expr(c.setmaxnreg):
+                cute.arch.setmaxregister_increase(many)
+            run_consumers(k, arg(k, Arg.ACT), desc_word(k, Desc.ROWS), layers)
+
+    kernel.set_name_prefix("md_attention", keep_mangled_name=False, remove_cutlass_symbol=True)
+    geometry = dict(grid=c.ctas, block=c.block, cluster=1, smem=c.smem_bytes)
+
+    @cute.jit
+    def launch(args: Int64, layers: Int32):
+        kernel(args, layers).launch(
+            grid=(c.ctas, 1, 1), block=(c.block, 1, 1), cooperative=True, min_blocks_per_mp=1,
+            smem=c.smem_bytes,
+        )  # fmt: skip
+
+    return launch, [Int64(0), Int32(0)], geometry

@@ -1,0 +1,185 @@
+"""From a split's sums to the output words of a row: exchange, publish, wait, merge.
+
+The two warps of a query head hold sums over different keys and all dimensions; each gives its
+partner the sums that the partner publishes, half 0 the lower and half 1 the upper half of the
+dimensions. A split's part of a row: per query head `head_dim` sums as bf16 (rounded like the output
+itself; fp32 made the hand-off longer), then per query head maximum and denominator as fp32. Sums
+of lane t lie side by side: word d/8 t + n holds dimensions 8 n + 2 t and the next.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.gpu import sync
+from cute_kernels.gpu.attention_plan import ROWS, halves
+from cute_kernels.gpu.attention_tail import tail_slot
+from cute_kernels.gpu.fragments import bf16_pair, exp2, put_word, unpack_pair
+
+NEG_INF = -float("inf")
+
+
+# -- the two halves of a block's keys ------------------------------------------------------------
+def kept_tiles(k):
+    """Tiles of 8 dimensions that one warp publishes."""
+    return k.c.shape.head_dim // 8 // halves(k.c)
+
+
+def give_sums(k, p, head, half, o):
+    """Hand the partner its tiles; the own ones become the first of o."""
+    n = kept_tiles(k)
+    to = k.red + (head * 2 + half) * (n * 512) + k.lane * 16
+    lower = half == 0
+    for i in range(n):
+        low, high = ([o[(j + i) * 4 + e] for e in range(4)] for j in (0, n))
+        sync.sts_quad(to + i * 512, [sync.choose(lower, b, a) for a, b in zip(low, high)])
+        for e in range(4):
+            o[i * 4 + e] = sync.choose(lower, low[e], high[e])
+
+
+@cute.jit
+def give_stats(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, half: Int32,
+               m: cute.Tensor, den: cute.Tensor):  # fmt: skip
+    if (k.lane & 3) == 0:
+        to = p.stats + ((head * 2 + half) * 8 + (k.lane >> 2)) * 16
+        sync.sts_quad(to, [m[0], m[1], den[0], den[1]])
+
+
+def publish_part(k, p, head, half, rows, m, den, o, part):
+    """Publish this warp's dimensions of a split's part; loads come before stores, since the
+    compiler keeps the order of a load behind a relaxed store."""
+    c, n, two = k.c, kept_tiles(k), halves(k.c) == 2
+    stats = [Float32(NEG_INF)] * 2 + [Float32(0.0)] * 2
+    if two:
+        stats = sync.lds_quad(p.stats + ((head * 2 + 1 - half) * 8 + (k.lane >> 2)) * 16)
+        at = k.red + (head * 2 + 1 - half) * (n * 512) + k.lane * 16
+        others = [sync.lds_quad(at + i * 512) for i in range(n)]
+    for h in range(2):
+        row, t = (k.lane >> 2) + 8 * h, k.lane & 3
+        top, den_all = m[h], den[h]
+        if two:
+            top = sync.maximum([m[h], stats[h]])
+            safe = sync.choose(top > NEG_INF, top, 0.0)
+            mine, other = exp2(m[h] - safe), exp2(stats[h] - safe)
+            den_all = den[h] * mine + stats[2 + h] * other
+        words = []
+        for i in range(n):
+            pair = [o[i * 4 + 2 * h + e] for e in range(2)]
+            if two:
+                pair = [v * mine + others[i][2 * h + e] * other for e, v in enumerate(pair)]
+            words.append(bf16_pair(*pair))
+        to = part + Int64(row * (c.splits * c.part_bytes))
+        place = c.shape.head_dim // 8 * t + half * n
+        store_part(k, p, row < rows, head, half, to, place, words, top, den_all)
+
+
+@cute.jit
+def store_part(k: cutlass.Constexpr, p: cutlass.Constexpr, ok: cutlass.Boolean, head: Int32,
+               half: Int32, to: Int64, place: Int32, words: cutlass.Constexpr, top: Float32,
+               den: Float32):  # fmt: skip
+    if ok:
+        row_bytes = 2 * k.c.shape.head_dim
+        sums = to + Int64(head * row_bytes + place * 4)
+        for i in cutlass.range_constexpr(0, len(words), 4):
+            sync.st_words(sums + i * 4, words[i : i + 4])
+        if ((k.lane & 3) == 0) & (half == 0):
+            at = to + Int64(k.c.group_heads * row_bytes + head * 8)
+            sync.st_words(at, [sync.as_bits(top), sync.as_bits(den)])
+
+
+# -- merging -------------------------------------------------------------------------------------
+def lanes_per_split(k):
+    """Lanes whose 16-byte vectors make one split's sums of a row and head."""
+    return k.c.shape.head_dim // 8
+
+
+@cute.jit
+def take_parts(k: cutlass.Constexpr, u: cute.Tensor, head: Int32, row_at: Int64,
+               main_blocks: Int32):  # fmt: skip
+    """Wait for all parts of a row. A lane has 4 words of every (32 / lanes_per_split)th split and
+    the statistics of one. Splits without a block publish nothing: they are an exact identity."""
+    c, lanes = k.c, lanes_per_split(k)
+    n, row_bytes = c.splits * lanes // 32, 2 * c.shape.head_dim
+    sums_at = row_at + Int64((k.lane // lanes) * c.part_bytes + head * row_bytes)
+    sums_at = sums_at + Int64((k.lane % lanes) * 16)
+    split = cutlass.min(k.lane, c.splits - 1)
+    stats_at = row_at + Int64(split * c.part_bytes + c.group_heads * row_bytes + head * 8)
+    for i in cutlass.range_constexpr(n):
+        awaited = i * (32 // lanes) + k.lane // lanes < main_blocks
+        empty = sync.select(awaited, Uint32(sync.EMPTY), Uint32(0))
+        for e in cutlass.range_constexpr(4):
+            u[4 * i + e] = empty
+    awaited = split < main_blocks
+    u[4 * n] = sync.select(awaited, Uint32(sync.EMPTY), sync.as_bits(Float32(NEG_INF)))
+    u[4 * n + 1] = sync.select(awaited, Uint32(sync.EMPTY), Uint32(0))
+    missing, tries, since = Uint32(1), Int32(0), Int64(0)
+    while missing != 0:
+        for i in cutlass.range_constexpr(n):
+            mine = [u[4 * i + e] for e in range(4)]
+            at = sums_at + Int64(i * (32 // lanes) * c.part_bytes)
+            for e, v in enumerate(sync.ld_missing_words(at, mine, sync.largest(mine))):
+                u[4 * i + e] = v
+        mine = [u[4 * n], u[4 * n + 1]]
+        u[4 * n], u[4 * n + 1] = sync.ld_missing_words(stats_at, mine, sync.largest(mine))
+        missing = sync.any_lane_empty(sync.largest([u[i] for i in range(4 * n + 2)]))
+        tries, since = sync.overdue(tries, since)
+
+
+def merge_dim(k, w):
+    """First dimension of word w of this lane's four."""
+    lanes = lanes_per_split(k)
+    place = (k.lane % lanes) * 4 + w  # tiles and lanes of a split are equally many
+    return (place % lanes) * 8 + (place // lanes) * 2
+
+
+def merge_words(k, u, tail):
+    """Splits of equal remainder ascending, then those sums in pairs, then the tail; four words of
+    this lane's 8 outputs."""
+    c, lanes = k.c, lanes_per_split(k)
+    n = c.splits * lanes // 32
+    top_tail, den_tail = sync.lds_pair(tail + c.shape.head_dim * 4)
+    mine = sync.as_float(u[4 * n])
+    top, den = mine, sync.as_float(u[4 * n + 1])
+    for shift in range(5):
+        top = sync.maximum([top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift)])
+    top = sync.maximum([top, top_tail])
+    e = exp2(mine - top)
+    den = sync.choose(k.lane < c.splits, den * e, 0.0)
+    for shift in range(5):
+        den = den + cute.arch.shuffle_sync_bfly(den, offset=1 << shift)
+    e_tail = exp2(top_tail - top)
+    inverse = 1.0 / (den + den_tail * e_tail)
+    o = [Float32(0.0)] * 8
+    for i in range(n):
+        factor = cute.arch.shuffle_sync(e, (32 // lanes) * i + k.lane // lanes)
+        for w in range(4):
+            pair = unpack_pair(u[4 * i + w])
+            for d in range(2):
+                o[2 * w + d] = o[2 * w + d] + pair[d] * factor
+    words = []
+    for w in range(4):
+        own = sync.lds_pair(tail + merge_dim(k, w) * 4)
+        for d in range(2):
+            # x + y is the same either way round: every lane has one and the same total
+            v, offset = o[2 * w + d], lanes
+            while offset < 32:
+                v = v + cute.arch.shuffle_sync_bfly(v, offset=offset)
+                offset *= 2
+            o[2 * w + d] = (v + own[d] * e_tail) * inverse
+        words.append(bf16_pair(o[2 * w], o[2 * w + 1]))
+    return words
+
+
+@cute.jit
+def publish_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, head: Int32,
+                row: Int32, slot: Int32, out: Int64):  # fmt: skip
+    c = k.c
+    words = merge_words(k, u, tail_slot(p, slot, head, c.group_heads))
+    col = (p.kv_head * c.group_heads + head) * c.shape.head_dim
+    for w in cutlass.range_constexpr(4):
+        put_word(k.lane < lanes_per_split(k), out, row, col + merge_dim(k, w), words[w])
+
+
+def row_parts(k, p, part, row):
+    """Address of a row's parts of this CTA's kv head."""
+    return part + Int64((p.kv_head * ROWS + row) * (k.c.splits * k.c.part_bytes))

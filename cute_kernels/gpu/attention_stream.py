@@ -1,0 +1,137 @@
+"""What attention needs at the start of a step, and its KV blocks on their way into the ring.
+
+A CTA's stages of a layer: its share of the blocks below the largest c(p), ascending, then, where it
+merges rows, the blocks of their tails. A block is one stage, or K and V a stage each.
+
+Prefetch rule. A step's bulk copies read pages that a step before it wrote with generic stores:
+the producer asks for KV only behind the step's tag, with a proxy fence between that acquire and the
+copies (kernel.run_producer; the writers' side: attention.write_back). Rows of a page at or
+behind the committed length may be written while a copy reads them; nobody looks at them.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels.gpu import sync
+from cute_kernels.gpu.attention_plan import AttentionSmem, stages_per_block
+from cute_kernels.gpu.board import Desc
+from cute_kernels.gpu.config import KV_COPY
+from cute_kernels.gpu.ring import issue
+from cute_kernels.gpu.rotary import load_rope
+
+
+class Places:
+    """Trace-time: where attention's parts lie in shared memory, and which share is this CTA's."""
+
+    def __init__(self, k):
+        self.smem = s = AttentionSmem.of(k.c)
+        base = k.attention
+        self.new, self.rope, self.tails = base + s.new, base + s.rope, base + s.tails
+        self.stats, self.keys = base + s.stats, base + s.keys
+        self.places, self.step = base + s.places, base + s.step
+        shift = k.c.splits.bit_length() - 1
+        self.kv_head, self.split = k.bid >> shift, k.bid & (k.c.splits - 1)
+
+
+def desc_int(k, field, row=0):
+    """A word of the descriptor, or of a row's array in it."""
+    return sync.lds_int(k.desc + (row + int(field)) * 4)
+
+
+def block_range(k, rows):
+    """(first block in a tail, blocks of tails, blocks below the largest c(p)); all lanes."""
+    position = desc_int(k, Desc.ROW_POSITION, cutlass.min(k.lane, rows - 1))
+    low = high = cutlass.max(position - 15, 0) >> 6
+    for shift in range(5):
+        low = cutlass.min(low, cute.arch.shuffle_sync_bfly(low, offset=1 << shift))
+        high = cutlass.max(high, cute.arch.shuffle_sync_bfly(high, offset=1 << shift))
+    pages = (desc_int(k, Desc.COMMITTED) + 63) >> 6
+    return low, cutlass.max(pages - low, 0), high
+
+
+# -- consumers ---------------------------------------------------------------------------------
+@cute.jit
+def begin_step(k: cutlass.Constexpr, rows: Int32):
+    """Consumer warps, once a DECODE step behind the gate: the rows' rotary factors, where their K
+    and V go, and the range of blocks. A barrier of the consumers must follow."""
+    c, p = k.c, Places(k)
+    if p.kv_head < c.shape.kv_heads:
+        per_row = min(c.shape.head_dim // 4, 32)  # lanes
+        row = (k.wid * 32 + k.lane) // per_row
+        while row < rows:
+            to = p.rope + row * p.smem.rope_stride
+            load_rope(k, desc_int(k, Desc.ROW_POSITION, row), to, k.lane % per_row, per_row)
+            row = row + c.warps * 32 // per_row
+        if k.wid == 0:
+            tail_first, tail_count, main_blocks = block_range(k, rows)
+            if k.lane == 0:
+                sync.sts_words(p.step, [tail_first, tail_count, main_blocks, rows])
+        if (k.wid == 1) & (k.lane < rows):
+            at = desc_int(k, Desc.POSITION) + k.lane
+            page = sync.ld_word(k.pages + Int64(at >> 6) * 4)
+            sync.sts_int(p.places + k.lane * 4, Int32(page) * 64 + (at & 63))
+
+
+# -- the producer ------------------------------------------------------------------------------
+def page_of(k, block):
+    # not through the read-only cache: the table changes between steps
+    return Int32(sync.ld_word(k.pages + Int64(block) * 4))
+
+
+@cute.jit
+def begin_produce(k: cutlass.Constexpr):
+    """The producer warp, once a DECODE step behind its tag. Returns what `produce_kv` needs: blocks
+    of this CTA below c(p), all its blocks, the first block of a tail, the last block, and the pages
+    of its first two blocks."""
+    c, p = k.c, Places(k)
+    rows = desc_int(k, Desc.ROWS)
+    tail_first, tail_count, main_blocks = block_range(k, rows)
+    n_main = cutlass.max(main_blocks - p.split + c.splits - 1, 0) // c.splits
+    total = n_main
+    if p.split < rows:
+        total = total + tail_count
+    if p.kv_head >= c.shape.kv_heads:
+        total = Int32(0)
+    last = cutlass.max(tail_first + tail_count - 1, 0)
+    page0 = page_of(k, block_at(k, p, n_main, tail_first, last, Int32(0)))
+    page1 = page_of(k, block_at(k, p, n_main, tail_first, last, Int32(1)))
+    return n_main, total, tail_first, last, page0, page1
+
+
+@cute.jit
+def block_at(k: cutlass.Constexpr, p: cutlass.Constexpr, n_main: Int32, tail_first: Int32,
+             last: Int32, i: Int32):  # fmt: skip
+    """The i-th block this CTA reads; beyond its last, some block of the slot."""
+    block = p.split + i * k.c.splits
+    if i >= n_main:
+        block = tail_first + (i - n_main)
+    return cutlass.min(block, last)
+
+
+@cute.jit
+def produce_kv(
+    k: cutlass.Constexpr,
+    step: cutlass.Constexpr,
+    layer: Int32,
+    stage: Int32,
+    parity: Int32,
+    issued: Int32,
+    landed: Int32,
+    landed_parity: Int32,
+):
+    """The producer warp, behind the layer's qkv weights: this CTA's committed KV of the layer.
+    Pages are looked up two blocks ahead, out of the stream's way."""
+    c, s, p = k.c, k.c.shape, Places(k)
+    n_main, total, tail_first, last, page0, page1 = step
+    for i in cutlass.range(total, unroll=1):
+        now, page0 = page0, page1
+        page1 = page_of(k, block_at(k, p, n_main, tail_first, last, i + 2))
+        block = (Int64(now) * s.layers + layer) * s.kv_heads + p.kv_head
+        at = k.kv_pool + block * c.kv_block_bytes
+        for _ in cutlass.range(stages_per_block(c), unroll=1):
+            stage, parity, issued, landed, landed_parity = issue(
+                k.ring, at, Int32(KV_COPY), stage, parity, issued, landed, landed_parity
+            )
+            at = at + KV_COPY
+    return stage, parity, issued, landed, landed_parity

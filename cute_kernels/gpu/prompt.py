@@ -1,0 +1,184 @@
+"""The PROMPT segment: a chunk of a prompt through all layers, into the KV pages. No head.
+
+Per layer, with a grid barrier behind each: qkv | keys and values into pages | attention | o |
+gate/up | down (where its K is split: parts, barrier, their sum). Activations lie in plain buffers
+(prompt_plan.PromptBuffers); the residual of a column belongs to its CTA. Phases are numbered as in
+a decode step, 4 a layer; the embedding belongs to phase 0, keys and attention to their `o`.
+
+Rows: 1 to 256, the first at a position that is a multiple of 64; tokens come from Arg.TOKENS by
+absolute position. Keys of all positions before the chunk must be in the pages.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.gpu import sync
+from cute_kernels.gpu.arguments import Arg
+from cute_kernels.gpu.board import WORD, Board, Desc
+from cute_kernels.gpu.core import arg, desc_word, note_phase
+from cute_kernels.gpu.gemm import plan_entry
+from cute_kernels.gpu.prompt_attention import attend, keys_written, produce_keys, write_keys
+from cute_kernels.gpu.prompt_plan import ROW_TILE
+from cute_kernels.gpu.ring import produce, skip
+from cute_kernels.gpu.rows_gemm import Rows, add_parts, embed_residual, embed_rows, rows_gemm
+from cute_kernels.gpu.sync import ptx_read
+
+QKV, O, GU, DOWN = range(4)
+PARTS = ("embed", "qkv", "keys", "attention", "o", "gu", "down")  # what can be compiled alone
+
+
+def chunk(k, rows, position):
+    """The chunk as the device functions want it."""
+    p = Rows()
+    p.rows, p.position = rows, position
+    p.row_tiles = (rows + (ROW_TILE - 1)) // ROW_TILE
+    p.act, p.tokens, p.rope = arg(k, Arg.PROMPT_ACT), arg(k, Arg.TOKENS), arg(k, Arg.ROPE)
+    p.embed_base, p.embed_table = arg(k, Arg.EMBED_BASE), arg(k, Arg.EMBED_TABLE)
+    return p
+
+
+# -- the grid barrier ----------------------------------------------------------------------------
+def barrier_at(k):
+    return k.board + int(Board.BARRIER) * WORD
+
+
+@cute.jit
+def barrier_side(k: cutlass.Constexpr):
+    """1 where bit 31 of the barrier's counter is set. It cannot change before this CTA arrives."""
+    return Int32(sync.ld_acquire(barrier_at(k)) < 0)
+
+
+@cute.jit
+def grid_barrier(k: cutlass.Constexpr, side: Int32):
+    """All consumer warps of all CTAs. A turn adds 2^31 to the counter: 1 for every CTA, and the
+    rest by CTA 0; bit 31 flips when all have arrived. So the counter needs neither a reset nor a
+    memory of how many turns there were. Returns the new side."""
+    c = k.c
+    sync.consumer_sync(c.warps * 32)
+    if k.tid == 0:
+        step = sync.select(k.bid == 0, Uint32(2**31 - (c.ctas - 1)), Uint32(1))
+        sync.red_release(barrier_at(k), step)
+        tries, since = Int32(0), Int64(0)
+        seen = barrier_side(k)
+        while seen == side:
+            seen = barrier_side(k)
+            tries, since = sync.overdue(tries, since)
+    sync.consumer_sync(c.warps * 32)
+    return 1 - side
+
+
+# -- consumers -----------------------------------------------------------------------------------
+def has(only, name):
+    return only in ("", name)
+
+
+@cute.jit
+def run_layers(
+    k: cutlass.Constexpr, p: cutlass.Constexpr, first: Int32, last: Int32,
+    stage: Int32, parity: Int32, only: cutlass.Constexpr = "",
+):  # fmt: skip
+    """Consumer warps: phases [first, last) of a chunk. only: one of PARTS, to run nothing else.
+    Returns the place in the ring."""
+    c, side = k.c, barrier_side(k)
+    if cutlass.const_expr(has(only, "embed")):
+        if first == 0:
+            embed_rows(k, p)
+            embed_residual(k, p, Int32(O))
+            side = grid_barrier(k, side)
+    for phase in cutlass.range(first, last, unroll=1):
+        kind, layer = phase & 3, phase >> 2
+        note_phase(k, phase + 1)
+        if cutlass.const_expr(has(only, "qkv")):
+            if kind == QKV:
+                stage, parity = rows_gemm(k, p, c.gemm("qkv"), phase, stage, parity)
+        if kind == O:
+            if cutlass.const_expr(has(only, "keys")):
+                write_keys(k, p, layer)
+                side = grid_barrier(k, side)
+            if cutlass.const_expr(has(only, "attention")):
+                keys_written(k, p)
+                stage, parity = attend(k, p, layer, stage, parity)
+                side = grid_barrier(k, side)
+            if cutlass.const_expr(has(only, "o")):
+                stage, parity = rows_gemm(k, p, c.gemm("o"), phase, stage, parity)
+        if cutlass.const_expr(has(only, "gu")):
+            if kind == GU:
+                stage, parity = rows_gemm(k, p, c.gemm("gu"), phase, stage, parity)
+        if cutlass.const_expr(has(only, "down")):
+            if kind == DOWN:
+                stage, parity = rows_gemm(k, p, c.gemm("down"), phase, stage, parity)
+                if cutlass.const_expr(c.team > 1):
+                    side = grid_barrier(k, side)
+                    add_parts(k, p, phase)
+        side = grid_barrier(k, side)
+    return stage, parity
+
+
+def prefetched(k):
+    """Copies of phase 0 that the producer issues before it knows the step: kernel.py."""
+    _, _, copies, _ = plan_entry(k, Int32(0))
+    return cutlass.min(copies, k.ring.n)
+
+
+def step_chunk(k):
+    return chunk(k, desc_word(k, Desc.ROWS), desc_word(k, Desc.POSITION))
+
+
+@cute.jit
+def run_prompt(k: cutlass.Constexpr, stage: Int32, parity: Int32):
+    """Consumer warps: the PROMPT step of the descriptor. Returns the place in the ring."""
+    first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
+    if first > 0:
+        stage, parity = skip(k.ring, stage, parity, prefetched(k))
+    return run_layers(k, step_chunk(k), first, last, stage, parity)
+
+
+# -- the producer --------------------------------------------------------------------------------
+@cute.jit
+def produce_layers(
+    k: cutlass.Constexpr, p: cutlass.Constexpr, first: Int32, last: Int32, at: Int64,
+    prefetched: Int32, stage: Int32, parity: Int32, issued: Int32, landed: Int32,
+    landed_parity: Int32, only: cutlass.Constexpr = "",
+):  # fmt: skip
+    """The producer warp: the KV blocks and weights of phases [first, last), in the order in which
+    the consumers take them. at: stream address of phase `first`'s copies behind the `prefetched`
+    ones. Returns the state of `ring.issue`."""
+    _, _, copies, n_bytes = plan_entry(k, first)
+    copies = copies - prefetched
+    for phase in cutlass.range(first, last, unroll=1):
+        # one phase ahead, so that the look-up never holds up the stream
+        _, _, more, more_bytes = plan_entry(k, cutlass.min(phase + 1, last - 1))
+        if cutlass.const_expr(has(only, "attention")):
+            if (phase & 3) == O:
+                stage, parity, issued, landed, landed_parity = produce_keys(
+                    k, p, phase >> 2, stage, parity, issued, landed, landed_parity
+                )
+        if cutlass.const_expr(only not in ("embed", "keys", "attention")):
+            at, stage, parity, issued, landed, landed_parity = produce(
+                k.ring, at, copies, n_bytes, stage, parity, issued, landed, landed_parity
+            )
+        copies, n_bytes = more, more_bytes
+    return stage, parity, issued, landed, landed_parity
+
+
+def stream_at(k, phase):
+    """Where this CTA's weights of a phase begin."""
+    offset = ptx_read("ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], k.offsets + Int64(phase) * 8)
+    return arg(k, Arg.STREAM) + offset
+
+
+@cute.jit
+def produce_prompt(
+    k: cutlass.Constexpr, at: Int64, stage: Int32, parity: Int32, issued: Int32, landed: Int32,
+    landed_parity: Int32,
+):  # fmt: skip
+    """The producer warp: the PROMPT step of the descriptor, behind the `prefetched` copies of phase
+    0, which end at stream address `at`."""
+    first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
+    ahead = prefetched(k)
+    if first > 0:  # the consumers skip what was prefetched
+        at, ahead = stream_at(k, first), Int32(0)
+    return produce_layers(
+        k, step_chunk(k), first, last, at, ahead, stage, parity, issued, landed, landed_parity
+    )

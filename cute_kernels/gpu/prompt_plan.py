@@ -1,0 +1,130 @@
+"""The row form's plan: where a chunk of a prompt keeps its activations, and who attends to what.
+
+Free of cutlass: host, device code and tests share it. A *chunk* is up to 256 rows (token positions)
+of one prompt; its first position is a multiple of 64. Rows are worked on in *row tiles* of 16.
+
+Activations are bf16 in the layout of the decode form with 32 blocks of 8 rows: `pack.to_fragments`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cute_kernels.gpu.config import CHUNK, TILE, Config
+from cute_kernels.gpu.kv_layout import PAGE
+
+MAX_ROWS, ROW_TILE = 256, 16
+ROW_TILES = MAX_ROWS // ROW_TILE
+BLOCKS = MAX_ROWS // 8
+COLUMNS_BYTES = BLOCKS * 512  # 32 columns (a chunk of K) of all rows
+MOST_TILES = 6  # output tiles of 16 x 8 whose sums a warp keeps: 12 registers each
+
+
+@dataclass(frozen=True)
+class PromptBuffers:
+    """Byte offsets in the prompt's activations.
+
+    x, q, a, h: bf16, columns [hidden], [qkv], [heads x head_dim], [ffn]; q: before rotation.
+    residual: fp32 [hidden / 8, row tiles, lane, 4], the values an mma leaves in a lane; its columns
+    are read and written by their owner CTA alone. parts: fp32 [hidden / 8, team, row tiles, lane,
+    4], the team's sums of `down`.
+    """
+
+    x: int
+    q: int
+    a: int
+    h: int
+    residual: int
+    parts: int
+    bytes: int
+
+    @classmethod
+    def of(cls, c: Config) -> "PromptBuffers":
+        s = c.shape
+        columns = (s.hidden, s.qkv, s.attended, s.ffn)
+        sizes = [-(-n // CHUNK) * COLUMNS_BYTES for n in columns]
+        tile = MAX_ROWS * TILE * 4
+        sizes.append(s.hidden // TILE * tile)
+        sizes.append(s.hidden // TILE * tile * c.team if c.team > 1 else 0)
+        ends = np.cumsum(sizes).tolist()
+        return cls(0, *ends)
+
+
+def most_tiles(c: Config, name: str) -> int:
+    """Most tiles of a matrix that one CTA multiplies."""
+    g = c.gemm(name)
+    if name in ("o", "down"):
+        owned = int(c.team_tiles("down").max())
+        return owned if g.split > 1 else -(-owned // c.team)
+    return -(-g.tiles // c.ctas)
+
+
+def group_tiles(c: Config, name: str) -> int:
+    """Tiles multiplied in one sweep over K: their weights lie in the ring together, so that an
+    activation fragment read from L2 serves all of them. Evened out over the sweeps."""
+    at_once = max(1, min(MOST_TILES, c.stages // c.gemm(name).copies_per_unit))
+    most = most_tiles(c, name)
+    return -(-most // -(-most // at_once))
+
+
+def task_tiles(c: Config) -> int:
+    """Row tiles of an attention task: one where every task finds a CTA of its own, more (a warp
+    per row tile and query head) where there are more tasks than CTAs."""
+    fit = c.warps // c.group_heads  # at least 1: attention_plan.check
+    return min(fit, -(-c.shape.kv_heads * ROW_TILES // c.ctas))
+
+
+def task_count(c: Config, row_tiles):
+    """Attention tasks of a chunk; ints or device values."""
+    return (row_tiles + (task_tiles(c) - 1)) // task_tiles(c) * c.shape.kv_heads
+
+
+@dataclass(frozen=True)
+class Task:
+    """A CTA's share of a chunk's attention: query heads of one kv head, some row tiles, and the
+    KV blocks 0 .. blocks - 1 that they walk."""
+
+    kv_head: int
+    tiles: range
+    blocks: int
+
+
+def tasks_of(c: Config, cta: int, rows: int, position: int) -> list[Task]:
+    """What prompt_attention.py does, as data."""
+    row_tiles, per_task = -(-rows // ROW_TILE), task_tiles(c)
+    out = []
+    for index in range(cta, task_count(c, row_tiles), c.ctas):
+        first = index // c.shape.kv_heads * per_task
+        tiles = range(first, min(first + per_task, row_tiles))
+        end = position + min(tiles.stop * ROW_TILE, rows)
+        out.append(Task(index % c.shape.kv_heads, tiles, (end - 1) // PAGE + 1))
+    return out
+
+
+def chunks_of(length: int, sizes: tuple[int, ...] = (MAX_ROWS,)) -> list[tuple[int, int]]:
+    """(position, rows) of chunks that cover `length` positions; sizes are taken in turn and must
+    keep every start a multiple of 64."""
+    out, at, turn = [], 0, 0
+    while at < length:
+        rows = min(sizes[turn % len(sizes)], length - at)
+        out.append((at, rows))
+        at, turn = at + rows, turn + 1
+        if at < length and at % PAGE:
+            raise ValueError(f"a chunk would start at {at}; starts are multiples of {PAGE}")
+    return out
+
+
+# -- fp32 buffers, for tests and host code; numpy arrays or torch tensors ------------------------
+def to_row_quads(x):
+    """fp32 [256, columns] -> [columns / 8, row tiles, lane, 4], flat: PromptBuffers.residual."""
+    v = x.reshape(ROW_TILES, 2, 8, -1, 4, 2)  # row tile, half, g, tile, t, element
+    order = (3, 0, 2, 4, 1, 5)
+    return (v.permute(order) if hasattr(v, "permute") else v.transpose(order)).reshape(-1)
+
+
+def from_row_quads(a):
+    """The inverse: [256, columns]."""
+    v = a.reshape(-1, ROW_TILES, 8, 4, 2, 2)
+    order = (1, 4, 2, 0, 3, 5)
+    v = v.permute(order) if hasattr(v, "permute") else v.transpose(order)
+    return v.reshape(MAX_ROWS, -1)

@@ -1,0 +1,33 @@
+"""`megadecode export-drafter`: a drafter in another program's format."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from megadecode.commands._common import Model
+
+
+def export_drafter(
+    drafter: Annotated[str, typer.Argument(help="A drafter's path, or auto: the model's own.")],
+    gguf: Annotated[str, typer.Option(help="Write a llama.cpp DFlash draft here.")],
+    model: Model = "smollm2-135m",
+) -> None:
+    """Write a drafter as a llama.cpp draft model (GGUF, architecture `dflash`)."""
+    from megadecode.drafter.find import choose_drafter
+    from megadecode.drafter.gguf_export import export_gguf
+    from megadecode.errors import ModelError
+    from megadecode.models.gguf_file import load
+    from megadecode.models.store import resolve
+
+    target = load(resolve(model))
+    chosen = choose_drafter(drafter, target)
+    if chosen is None:
+        raise ModelError(f"no drafter belongs to {target.config.name}; give one's path")
+    export_gguf(chosen, target.path, gguf, target.config.context_tokens)
+
+
+def register(app: typer.Typer) -> None:
+    """Add `export-drafter`."""
+    app.command()(export_drafter)

@@ -1,0 +1,183 @@
+"""The tokenizer of a Hugging Face folder: `tokenizer.json` as the `tokenizers` package runs it.
+
+The pipeline is the file's own. Changed are only its control tokens, which are renamed to marks (see
+`tokenizer`), and padding and truncation, which are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Pipeline
+
+from megadecode.errors import ModelError
+from megadecode.models.hf_config import read_json
+from megadecode.models.tokenizer import (
+    Marks,
+    Tokenizer,
+    byte_level_bytes,
+    sentencepiece_bytes,
+)
+
+FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_OTHERS = ("tokenizer.model", "vocab.json")
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The folder's tokenizer; None if there is none. Raises ModelError naming the file."""
+    path = folder / FILE
+    if not path.exists():
+        if others := [name for name in _OTHERS if (folder / name).exists()]:
+            raise ModelError(
+                f"{folder}: there is {others[0]}, but no {FILE}; "
+                "transformers' AutoTokenizer writes one with save_pretrained"
+            )
+        return None
+    try:
+        return _read(folder, read_json(path), _settings(folder))
+    except ModelError as error:
+        text = str(error)
+        raise ModelError(text if text.startswith(str(folder)) else f"{path}: {text}") from None
+
+
+def read_template(folder: Path) -> str | None:
+    """The Jinja source of the chat template: a file of its own, or a key of the settings."""
+    path = folder / TEMPLATE
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from None
+    template = _settings(folder).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{folder / SETTINGS}: chat_template is {template!r:.80}; expected text")
+    return template
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS
+    return read_json(path) if path.exists() else {}
+
+
+def _read(folder: Path, data: dict[str, Any], settings: dict[str, Any]) -> Tokenizer:
+    model = data.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE":
+        kind = model.get("type") if isinstance(model, dict) else model
+        raise ModelError(f"tokenizer model {kind!r:.80} is not supported; supported: 'BPE'")
+    vocabulary = model.get("vocab")
+    if not isinstance(vocabulary, dict) or not all(
+        type(i) is int and i >= 0 for i in vocabulary.values()
+    ):
+        raise ModelError("model.vocab is missing or is not a table of token ids")
+    to_bytes = _spelling(data)
+    marks, control, own_text = Marks(), {}, {}
+    unknown = model.get("unk_token")
+    added = []
+    for token in _added_tokens(data, settings):
+        text, number = token["content"], token["id"]
+        if not token.get("special"):
+            own_text[number] = text
+        elif text == unknown:  # the model itself looks it up by its name
+            control[text] = number
+            continue
+        else:
+            control[text] = number
+            vocabulary.pop(text, None)
+            token = token | {"content": marks[number]}
+        vocabulary[token["content"]] = number
+        added.append(token)
+    size = 1 + max((*vocabulary.values(), *control.values()), default=-1)
+    if size > len(vocabulary) + 1_000_000:
+        raise ModelError(f"the largest token id is {size - 1} in a vocabulary of {len(vocabulary)}")
+    try:
+        pipeline = Pipeline.from_str(
+            json.dumps(data | {"added_tokens": added, "padding": None, "truncation": None})
+        )
+    except Exception as error:  # the package raises bare Exception
+        raise ModelError(f"cannot be used: {error}") from None
+
+    silent = set(range(size)) - set(vocabulary.values())
+    token_bytes = [b""] * size
+    taken = set(control.values())
+    for text, number in vocabulary.items():
+        if number in own_text:
+            token_bytes[number] = own_text[number].encode()
+        elif number not in taken:
+            token_bytes[number] = to_bytes(text)
+    return Tokenizer(
+        pipeline,
+        marks,
+        token_bytes,
+        {text: number for text, number in control.items() if text and text != unknown},
+        silent=silent | taken,
+        prefix=_prefix(pipeline, control, settings),
+        named=_named(settings),
+        chat_template=read_template(folder),
+    )
+
+
+def _added_tokens(data: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of the file, and those that only the settings know."""
+    added = data.get("added_tokens") or []
+    more = settings.get("added_tokens_decoder") or {}
+    try:
+        known = {token["id"] for token in added}
+        added = [*added, *({"id": int(i), **t} for i, t in more.items() if int(i) not in known)]
+        sound = all(isinstance(t["content"], str) and type(t["id"]) is int for t in added)
+    except (TypeError, KeyError, ValueError, AttributeError):
+        sound = False
+    if not sound:
+        raise ModelError("added_tokens is damaged: every entry needs an id and a content")
+    return added
+
+
+def _spelling(data: dict[str, Any]) -> Any:
+    """How tokens spell bytes, told by the decoder. Raises ModelError for an unknown way."""
+    decoder = data.get("decoder")
+    steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    kinds = [step.get("type") for step in steps if isinstance(step, dict)]
+    if "ByteLevel" in kinds:
+        return byte_level_bytes
+    if "ByteFallback" in kinds or "Metaspace" in kinds:
+        return sentencepiece_bytes
+    raise ModelError(
+        f"decoder {', '.join(map(str, kinds)) or None} is not supported; "
+        "supported: ByteLevel, and ByteFallback or Metaspace (SentencePiece)"
+    )
+
+
+def _prefix(pipeline: Pipeline, control: dict[str, int], settings: dict[str, Any]) -> list[int]:
+    """Ids in front of a raw prompt: the settings' BOS token, else what the file's pipeline adds."""
+    if settings.get("add_eos_token"):
+        raise ModelError(f"{SETTINGS}: add_eos_token is not supported: a prompt has no end")
+    add_bos = settings.get("add_bos_token")
+    if add_bos is None:
+        bare = pipeline.encode("a", add_special_tokens=False).ids
+        full = pipeline.encode("a", add_special_tokens=True).ids
+        prefix = full[: len(full) - len(bare)]
+        if prefix + bare != full:
+            raise ModelError("post_processor adds tokens behind the text: not supported")
+        return prefix
+    if not add_bos:
+        return []
+    bos = _named(settings).get("bos_token")
+    if bos not in control:
+        raise ModelError(f"{SETTINGS}: add_bos_token asks for a bos_token; it is {bos!r}")
+    return [control[bos]]
+
+
+def _named(settings: dict[str, Any]) -> dict[str, str]:
+    """The special tokens a chat template may ask for by name."""
+    found = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = settings.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found

@@ -1,0 +1,274 @@
+"""The wire on a device: the real service warp, around a model that answers at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from host.errors import DeviceHung
+from host.wire import FinishReason, State
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA GPU", allow_module_level=True)
+
+from tests.gpu.echo_rig import (  # noqa: E402
+    CTAS,
+    LOGPROB,
+    OPERATIONS,
+    PHASE,
+    Rig,
+    expect,
+    prompt,
+)
+
+NEAR_WRAP = 2**31 - 50
+
+
+@pytest.fixture(scope="module")
+def kernel(load):
+    return load("echo")
+
+
+@pytest.fixture(scope="module")
+def rig(kernel):
+    with Rig(kernel) as rig:
+        yield rig
+
+
+def check(rig, ids, new, **rules):
+    """One request against the rules; its answer."""
+    answer = rig.submit(ids, new, **rules).wait()
+    want, reason, position = expect(ids, new, **rules)
+    assert answer.ids == want
+    assert answer.reason == reason
+    assert answer.details[0] == len(want)
+    assert answer.details[3] == position
+    np.testing.assert_allclose(answer.logprobs, LOGPROB, atol=2e-6)
+    return answer
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 255, 256, 257, 258, 513, 1000])
+def test_every_prompt_token_arrives_in_its_place(rig, length):
+    answer = check(rig, prompt(length), 20)
+    assert answer.details[1] == 20
+    assert np.diff(answer.steps).tolist() == [1] * 19
+    assert sorted(answer.stamps) == answer.stamps
+
+
+@pytest.mark.parametrize("new", [0, 1, 2])
+def test_few_tokens(rig, new):
+    check(rig, prompt(70), new)
+
+
+def test_stop_rules_in_order(rig):
+    ids = prompt(30)
+    free = expect(ids, 40)[0]
+    stops = [31_999, *free[5:6]]
+    assert check(rig, ids, 40, stop=stops).reason == FinishReason.STOP
+    check(rig, ids, 40, stop=stops, min_new=6)  # the sixth token counts
+    assert check(rig, ids, 40, stop=stops, min_new=7).reason == FinishReason.LENGTH
+    # a stop on the last allowed token is a stop
+    assert check(rig, ids, 6, stop=stops).reason == FinishReason.STOP
+    many = [*range(31_000, 31_031), free[3]]
+    assert len(check(rig, ids, 40, stop=many).ids) == 4
+
+
+def test_the_context_ends_a_request(kernel):
+    with Rig(kernel, ctx=128) as rig:
+        answer = rig.submit(prompt(100), 500).wait()
+        want = expect(prompt(100), 500, ctx=128)
+        assert (answer.ids, answer.reason) == (want[0], FinishReason.LENGTH)
+        assert len(answer.ids) == 28
+
+
+def test_a_bad_logit_ends_its_own_request_only(rig):
+    seed = next(s for s in range(1000) if expect(prompt(20, s), 60)[1] == FinishReason.ERROR)
+    bad = check(rig, prompt(20, seed), 60)
+    assert bad.reason == FinishReason.ERROR
+    check(rig, prompt(20, seed + 1_000_000), 5)
+
+
+def test_requests_in_order_behind_each_other(rig):
+    jobs = [(prompt(5 + i, i), 1 + 3 * i) for i in range(20)]
+    answers = [rig.submit(*job) for job in jobs]
+    for answer, (ids, new) in zip(answers, jobs):
+        assert answer.wait().ids == expect(ids, new)[0]
+
+
+def test_aborts_in_every_state(rig):
+    """While it waits, while its prompt runs, while it decodes, and after its end."""
+    with rig.link.parked():
+        running = rig.submit(prompt(2000), 1500)
+        pending = [rig.submit(prompt(9, i), 50) for i in range(5)]
+        last = rig.submit(prompt(11), 20)
+        for answer in pending[1:4]:
+            rig.link.abort(answer.request_id)
+    for answer in pending[1:4]:
+        assert answer.wait().reason == FinishReason.ABORT and answer.ids == []
+    rig.link.abort(running.request_id)
+    assert running.wait().reason == FinishReason.ABORT
+    whole = expect(prompt(2000), 1500)[0]
+    assert running.ids == whole[: len(running.ids)]
+    assert last.wait().ids == expect(prompt(11), 20)[0]
+    for i in (0, 4):
+        assert pending[i].wait().ids == expect(prompt(9, i), 50)[0]
+    rig.link.abort(last.request_id)  # nothing happens
+    long = rig.submit(prompt(3), 4000)
+    while len(long.ids) < 5:
+        time.sleep(0.0005)
+    rig.link.abort(long.request_id)
+    assert long.wait().reason == FinishReason.ABORT
+    assert long.ids == expect(prompt(3), 4000)[0][: len(long.ids)]
+    check(rig, prompt(8), 9)
+    assert rig.link.free_blocks == len(rig.wire.params)
+
+
+def test_ping(rig):
+    rig.link.ping()
+    times = sorted(rig.link.ping() for _ in range(50))
+    print(f"ping from Python, idle: median {times[25] * 1e6:.1f} us")
+    assert times[25] < 0.002
+    busy = rig.submit(prompt(3), 4000)
+    assert rig.link.ping() < 0.1
+    rig.link.abort(busy.request_id)
+    busy.wait()
+
+
+def test_park_and_go_on_while_busy(rig):
+    launches = rig.link.launches
+    ids = prompt(300)
+    answer = rig.submit(ids, 3000)
+    for _ in range(30):
+        rig.link.park()
+        assert rig.link.state() == State.PARKED
+        rig.link.unpark()
+    assert answer.wait().ids == expect(ids, 3000)[0]
+    assert rig.link.launches >= launches + 2
+
+
+def test_park_races_with_submits(kernel):
+    """The device parks by itself as often as it can while requests come: none is lost."""
+    with Rig(kernel, park_after_s=0.0) as rig:
+        rng = np.random.default_rng(3)
+        for i in range(200):
+            ids = prompt(1 + i % 7, i)
+            assert rig.submit(ids, 2).wait(5).ids == expect(ids, 2)[0]
+            time.sleep(float(rng.uniform(0, 60e-6)))
+        print(f"{rig.link.launches} launches for 200 requests")
+        assert rig.link.launches > 20
+
+
+def test_two_threads_park_and_submit(kernel):
+    with Rig(kernel, park_after_s=0.0005) as rig:
+        stop = threading.Event()
+
+        def park():
+            while not stop.is_set():
+                rig.link.park()
+
+        thread = threading.Thread(target=park)
+        thread.start()
+        for i in range(100):
+            ids = prompt(5, i)
+            assert rig.submit(ids, 4).wait(10).ids == expect(ids, 4)[0]
+        stop.set()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("first", [2**63 - 40 - 2**62, 2**32 - 30])
+def test_counters_near_their_wrap(kernel, first):
+    with Rig(kernel, first=first, first_tag=NEAR_WRAP) as rig:
+        for i in range(60):
+            ids = prompt(1 + 10 * i, i)
+            assert rig.submit(ids, 5).wait().ids == expect(ids, 5)[0]
+            if i % 10 == 0:
+                rig.link.park()
+
+
+def test_a_full_completion_ring_pauses_and_loses_nothing(kernel):
+    with Rig(kernel, completion_entries=16) as rig:
+        with rig.link._lock:  # the poller cannot take anything
+            answer = rig.submit(prompt(10), 200)
+            end = time.monotonic() + 5
+            while rig.wire.control[35] == 0 and time.monotonic() < end:
+                time.sleep(0.001)
+            held = rig.submit(prompt(5), 3)
+            rig.link.abort(held.request_id)
+        assert answer.wait().ids == expect(prompt(10), 200)[0]
+        assert answer.details[2] >= 1, "no pause was counted"
+        assert held.wait().reason == FinishReason.ABORT
+        check(rig, prompt(4), 4)
+
+
+def test_a_stopped_host_loses_nothing(tmp_path):
+    """SIGSTOP for a second: the device fills the ring and waits; all is there afterwards."""
+    code = """
+        import sys, time, pathlib
+        from cute_kernels.gpu.load import Kernel
+        import torch
+        torch.zeros(1, device="cuda")
+        from tests.gpu.echo_rig import Rig, expect, prompt
+        kernel = Kernel.read(pathlib.Path(sys.argv[1]) / "echo")
+        with Rig(kernel, completion_entries=128) as rig:
+            rig.link.ping()
+            answer = rig.submit(prompt(10), 3000)
+            print("go", flush=True)
+            assert answer.wait(30).ids == expect(prompt(10), 3000)[0]
+            print("pauses", answer.details[2], flush=True)
+    """
+    folder = os.environ["MEGADECODE_CUBINS"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), folder], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "go\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGCONT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    print(out)
+
+
+HANG = """
+    import sys, time, pathlib
+    from cute_kernels.gpu.load import Kernel
+    import torch
+    torch.zeros(1, device="cuda")
+    from tests.gpu.echo_rig import Rig, prompt
+    from host.errors import DeviceError
+    rig = Rig(Kernel.read(pathlib.Path(sys.argv[1]) / "echo"))
+    rig.submit(prompt(10), 5).wait()
+    with rig.link.parked():
+        rig.plant(77)
+    start = time.monotonic()
+    try:
+        rig.submit(prompt(int(sys.argv[2])), 5).wait()
+    except DeviceError as error:
+        print(f"{type(error).__name__} after {time.monotonic() - start:.1f} s: {error}", flush=True)
+    rig.link.close()
+"""
+
+
+@pytest.mark.parametrize(("length", "kind"), [(1, "decode"), (100, "prompt")])
+def test_a_planted_hang_names_phase_and_cta_and_lets_the_process_end(length, kind):
+    """In a process of its own: the context of a trapped kernel serves nobody again."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [
+            sys.executable, "-c", textwrap.dedent(HANG), os.environ["MEGADECODE_CUBINS"],
+            str(length),
+        ],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    print(done.stdout, done.stderr[-2000:], time.monotonic() - start)
+    assert done.returncode == 0
+    assert done.stdout.startswith(DeviceHung.__name__)
+    assert float(done.stdout.split()[2]) < 5
+    assert f"in phase {OPERATIONS[PHASE]}: CTA 77 of {CTAS}" in done.stdout
