@@ -5,7 +5,7 @@
 Needs a GPU, torch and the default model's kernel (`megadecode build`). The texts are 48 greedy
 answers of the fp32 model (torch on the same GPU, no TF32). Three sides read them, token by token:
 fp32, torch in bf16, and the kernel. Reported: relative L2 error of the logits of the whole forward
-and steps whose likeliest token is not fp32's, each with fp32's gap between its two best; then
+(the kernel's at every 32nd step, torch's at all and at the same ones) and steps whose likeliest token is not fp32's, each with fp32's gap between its two best; then
 free-running answers through the rings, and at what gap each first leaves the fp32 text.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import megadecode
+from experiments.gpu_scripted import read_through
 from experiments.provenance import provenance
 from megadecode.models.gguf_file import load
 from megadecode.models.store import DEFAULT_MODEL, resolve
@@ -50,13 +51,15 @@ class Differences:
         self.steps = 0
         self.error = self.size = 0.0
 
-    def add(self, reference: torch.Tensor, got: torch.Tensor) -> None:
-        """Logits [steps, vocab] of one text, of fp32 and of another side."""
+    def add_tokens(self, reference: torch.Tensor, tokens: torch.Tensor) -> None:
+        """The likeliest token of every step, beside fp32's logits [steps, vocab]."""
         best = reference.topk(2).values
         gap = best[:, 0] - best[:, 1]
-        wrong = got.float().argmax(-1) != reference.argmax(-1)
-        self.gaps += gap[wrong].tolist()
+        self.gaps += gap[tokens != reference.argmax(-1)].tolist()
         self.steps += len(reference)
+
+    def add_logits(self, reference: torch.Tensor, got: torch.Tensor) -> None:
+        """Logits of the same steps, [..., vocab], fp32's and another side's."""
         self.error += float((got.float() - reference).double().square().sum())
         self.size += float(reference.double().square().sum())
 
@@ -66,7 +69,7 @@ class Differences:
             "differences": len(self.gaps),
             "largest_gap": max(self.gaps, default=0.0),
             "gaps": sorted(round(g, 5) for g in self.gaps),
-            "relative_l2": (self.error / self.size) ** 0.5,
+            "relative_l2": (self.error / self.size) ** 0.5 if self.size else None,
         }
 
 
@@ -101,6 +104,7 @@ def main() -> None:
     parser.add_argument(
         "--device", default="cuda", help="cpu: a rehearsal without the kernel's GPU"
     )
+    parser.add_argument("--kernels", help="a folder of kernels that another machine has built")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     asked = parser.parse_args()
     begin = time.perf_counter()
@@ -113,28 +117,38 @@ def main() -> None:
     writer = Lockstep(exact, len(prompts), max(map(len, prompts)) + asked.new, stop_id=-1)
     texts = writer.write(prompts, asked.new, [0.0] * len(prompts))
     del writer
-    torch_side, kernel_side = Differences(), Differences()
+    torch_side, kernel_side, same_steps = Differences(), Differences(), Differences()
     free: list[dict[str, Any] | None] = []
     references = []
     for prompt, text in zip(prompts, texts):
         ids, first = prompt + text[:-1], len(prompt) - 1
         reference = logits_of(exact, ids, first)
-        torch_side.add(reference, logits_of(half, ids, first))
-        references.append(reference.cpu() if asked.device == "cpu" else reference)
+        other = logits_of(half, ids, first)
+        torch_side.add_tokens(reference, other.argmax(-1))
+        torch_side.add_logits(reference, other)
+        references.append((reference, other))
     print(
         f"{time.perf_counter() - begin:.0f} s: {len(texts)} texts, fp32 and bf16 read", flush=True
     )
-    with megadecode.Engine(DEFAULT_MODEL, ctx=2048, slots=1, device=asked.device) as engine:
-        for prompt, text, reference in zip(prompts, texts, references):
+    kernels = {"kernels": asked.kernels} if asked.kernels else {}
+    with megadecode.Engine(
+        DEFAULT_MODEL, ctx=2048, slots=1, device=asked.device, **kernels
+    ) as engine:
+        for prompt, text, (reference, _) in zip(prompts, texts, references):
             answer = engine.submit(prompt, megadecode.SamplingParams(max_new_tokens=asked.new))
             free.append(first_difference(reference, text, answer.result().token_ids, stops))
     print(f"{time.perf_counter() - begin:.0f} s: answers through the rings", flush=True)
-    if asked.device != "cpu":
-        from experiments.gpu_scripted import read_through
-
-        for ids, logits in read_through(model, [p + t[:-1] for p, t in zip(prompts, texts)]):
-            at = next(i for i, (p, t) in enumerate(zip(prompts, texts)) if p + t[:-1] == ids)
-            kernel_side.add(references[at], logits[len(prompts[at]) - 1 :])
+    if asked.device == "cuda":
+        texts_read = [p + t[:-1] for p, t in zip(prompts, texts)]
+        readings = read_through(model, texts_read, asked.kernels)
+        for prompt, (reference, other), reading in zip(prompts, references, readings):
+            first = len(prompt) - 1
+            tokens = torch.from_numpy(reading.tokens[first:]).to(reference.device)
+            kernel_side.add_tokens(reference, tokens)
+            for at, logits in reading.logits.items():
+                if at >= first:
+                    kernel_side.add_logits(reference[at - first], logits)
+                    same_steps.add_logits(reference[at - first], other[at - first])
     found = [f for f in free if f]
     result = {
         "about": "python -m experiments.gpu_accuracy; its docstring has the fields",
@@ -143,7 +157,11 @@ def main() -> None:
         "model": DEFAULT_MODEL,
         "prompts": len(prompts),
         "new_tokens": asked.new,
-        "teacher_forced": {"torch_bf16": torch_side.report(), "kernel": kernel_side.report()},
+        "teacher_forced": {
+            "torch_bf16": torch_side.report(),
+            "kernel": kernel_side.report(),
+            "torch_bf16_relative_l2_of_the_kernels_steps": same_steps.report()["relative_l2"],
+        },
         "free_running": {
             "equal": len(free) - len(found),
             "largest_gap": max((f["gap"] for f in found), default=0.0),
@@ -152,8 +170,9 @@ def main() -> None:
     }
     asked.result.parent.mkdir(parents=True, exist_ok=True)
     asked.result.write_text(json.dumps(result, indent=1) + "\n")
-    for name, side in result["teacher_forced"].items():
-        print(name, {k: v for k, v in side.items() if k != "gaps"})
+    for name, side in (("torch bf16", torch_side), ("kernel", kernel_side)):
+        print(name, {k: v for k, v in side.report().items() if k != "gaps"})
+    print("torch bf16 at the kernel's steps", same_steps.report()["relative_l2"])
     print(
         "free-running",
         {k: v for k, v in result["free_running"].items() if k != "first_differences"},

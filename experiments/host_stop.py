@@ -122,7 +122,7 @@ def child(asked: argparse.Namespace) -> None:
 def open_engine(asked: argparse.Namespace) -> megadecode.Engine:
     return megadecode.Engine(
         asked.model, ctx=asked.tokens + 64, slots=1, device=asked.device, draft="off",
-        completion_entries=asked.entries,
+        completion_entries=asked.entries, **({"kernels": asked.kernels} if asked.kernels else {}),
     )  # fmt: skip
 
 
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument(
         "--entries", type=int, default=1 << 15, help="entries of the completion ring"
     )
+    parser.add_argument("--kernels", help="a folder of kernels that another machine has built")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
