@@ -11,7 +11,7 @@ import ctypes
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -57,9 +57,13 @@ def use_primary_context(cu: Any, ordinal: int) -> Any:
 class PinnedMemory:
     """Page-locked host memory that the device can read and write, in 64-byte lines.
 
-    A context must be current. The memory of an array stays until its last view has gone, and is not
-    given back at all once `keep` is set: freeing would wait for a kernel that may never end.
+    A context must be current. To free such memory waits for every kernel on the device, also one
+    that another engine keeps resident; so it is never freed: when the last view of an array has
+    gone, its memory is there for the next of that size. Once `keep` is set it is not used again: a
+    kernel that was left behind may still write to it.
     """
+
+    _unused: ClassVar[dict[int, list[int]]] = {}  # bytes -> addresses
 
     def __init__(self, cu: Any) -> None:
         self._cu = cu
@@ -69,13 +73,17 @@ class PinnedMemory:
     def __call__(self, words: int) -> np.ndarray:
         """Zeroed int64 words."""
         cu, size = self._cu, max(8 * words, _LINE)
-        flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
-        address = int(check(cu.cuMemHostAlloc(size, flags), "cuMemHostAlloc"))
+        unused = self._unused.setdefault(size, [])
+        if unused:
+            address = unused.pop()
+        else:
+            flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
+            address = int(check(cu.cuMemHostAlloc(size, flags), "cuMemHostAlloc"))
         device = check(cu.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer")
         self._device_address[address] = int(device)
         memory = np.ctypeslib.as_array((ctypes.c_int64 * words).from_address(address))
         memory[:] = 0
-        weakref.finalize(memory, _free, cu, address, self.keep).atexit = False
+        weakref.finalize(memory, _give_back, unused, address, self.keep).atexit = False
         return memory
 
     def device_address(self, array: np.ndarray) -> int:
@@ -83,9 +91,9 @@ class PinnedMemory:
         return self._device_address[array.ctypes.data]
 
 
-def _free(cu: Any, address: int, keep: list[bool]) -> None:
+def _give_back(unused: list[int], address: int, keep: list[bool]) -> None:
     if not keep[0]:
-        cu.cuMemFreeHost(address)
+        unused.append(address)
 
 
 class CudaDevice:

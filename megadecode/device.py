@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from host.link import Link
 from megadecode.config import ModelConfig
 from megadecode.drafter.io import Drafter
-from megadecode.errors import DeviceUnavailable, ParameterError
+from megadecode.errors import ParameterError
 from megadecode.models.weights import FloatArray
 from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures
@@ -82,18 +82,24 @@ Start = Callable[[ModelConfig, Tensors, Drafter | None], Parts]
 the device has no kernel for, ParameterError when memory is short."""
 
 
+def default_slots(name: str) -> int:
+    """Requests decoded at the same time where the engine is not told."""
+    return 1 if name == "cuda" else 16
+
+
 def prepare(name: str, settings: Settings, options: Mapping[str, Any]) -> Start:
     """Choose a device and check what it is asked for; `options` are its own, by name.
 
+    `auto` is the CPU device, which serves everything; a GPU is used where it is asked for.
     Raises ParameterError for an unknown device or a wrong option, DeviceUnavailable for a device
     that cannot be used here.
     """
     if name not in DEVICES:
         raise ParameterError(f"device is {name!r}; choose auto, cpu or cuda")
     if name == "cuda":
-        raise DeviceUnavailable(
-            "device 'cuda' has no kernel in this release; use device='cpu' or 'auto'"
-        )
+        from megadecode import cuda_device
+
+        return cuda_device.prepare(settings, options)
     from megadecode import cpu_device
 
     return cpu_device.prepare(settings, options)

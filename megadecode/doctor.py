@@ -158,7 +158,8 @@ def _gpu() -> Check:
         names, said = [], str(error).partition("\n")[0]
     else:
         said = "the driver shows no GPU"
-    return Check("CUDA device", bool(names), ", ".join(names) or said, needed=False)
+    found = f"{', '.join(names)}; used when asked for: device='cuda'" if names else said
+    return Check("CUDA device", bool(names), found, needed=False)
 
 
 def _gpu_names() -> list[str]:
@@ -183,7 +184,7 @@ def _kernels() -> Check:
         "compiled GPU kernels",
         bool(manifests),
         f"{len(manifests)} in {folder}" + f" for {', '.join(targets)}" * bool(targets),
-        "" if manifests else "compiled when one is needed, or brought from another machine",
+        "" if manifests else "`megadecode build --model NAME` compiles one, on any machine",
         needed=False,
     )
 

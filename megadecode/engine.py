@@ -15,8 +15,9 @@ import numpy as np
 
 from host.ring import read_word
 from host.wire import Word
+from megadecode import presets
 from megadecode.async_request import AsyncRequest
-from megadecode.device import AUTO_BUDGET, Parts, Settings, prepare
+from megadecode.device import AUTO_BUDGET, Parts, Settings, default_slots, prepare
 from megadecode.drafter.find import choose_drafter
 from megadecode.drafter.io import Drafter
 from megadecode.errors import ParameterError, PromptError
@@ -72,9 +73,11 @@ class Engine(AbstractContextManager["Engine"]):
     Args:
         model: a known name, the path of a GGUF file or of a Hugging Face folder, the id of a
             model on the hub (`org/name`), or any `megadecode.models.weights.Weights`.
+            The shapes of `megadecode.presets` come with random weights and take token ids only.
         ctx: positions a request may use, prompt and generated tokens together.
-        slots: requests decoded at the same time, 1 to 16; further ones wait their turn.
-        device: `auto` or `cpu`.
+        slots: requests decoded at the same time, 1 to 16; further ones wait their turn. None: the
+            device's choice, 16 on the CPU.
+        device: `auto` or `cpu`, or `cuda`: one request at a time, greedy, without a drafter.
         draft: `auto`, a drafter that belongs to the model if there is one; `off`; or a drafter or
             the path of one. It never changes what is generated, only how fast.
         budget: nodes to verify per slot and step, the root not counted: 0 to 255, or `auto`, chosen
@@ -99,7 +102,7 @@ class Engine(AbstractContextManager["Engine"]):
         self,
         model: str | os.PathLike[str] | Weights = "smollm2-135m",
         ctx: int = 65536,
-        slots: int = 16,
+        slots: int | None = None,
         device: str = "auto",
         *,
         draft: str | os.PathLike[str] | Drafter = "auto",
@@ -112,7 +115,7 @@ class Engine(AbstractContextManager["Engine"]):
         **device_options: Any,
     ) -> None:
         self.ctx = size("ctx", ctx, 2, MAX_CTX)
-        self.slots = size("slots", slots, 1, MAX_SLOTS)
+        self.slots = size("slots", default_slots(device) if slots is None else slots, 1, MAX_SLOTS)
         if chunk_rows is not None:
             chunk_rows = size("chunk_rows", chunk_rows, PAGE, MAX_CHUNK_ROWS)
             if chunk_rows % PAGE:
@@ -136,7 +139,9 @@ class Engine(AbstractContextManager["Engine"]):
         if not hasattr(model, "tensor"):
             model = path_or_name("model", model)
         start = prepare(device, settings, device_options)
-        loaded, self.tokenizer = _load(model)
+        loaded, self.tokenizer = _load(model, device)
+        if draft == "auto" and device == "cuda":
+            draft = "off"  # plain decoding is all it does yet; a drafter asked for is refused
         self.config = loaded.config.for_context(self.ctx)
         self.drafter = choose_drafter(draft, loaded) if budget != 0 else None
         if self.drafter is None and draft != "off" and budget != 0:
@@ -387,7 +392,9 @@ def _numbered(number: int) -> Iterator[None]:
         raise type(error)(f"prompt {number}: {error}") from None
 
 
-def _load(model: str | os.PathLike[str] | Weights) -> tuple[Weights, Tokenizer | None]:
+def _load(model: str | os.PathLike[str] | Weights, device: str) -> tuple[Weights, Tokenizer | None]:
+    if model in presets.NAMES:
+        return presets.Preset(str(model), where="cuda" if device == "cuda" else "cpu"), None
     if isinstance(model, str | os.PathLike):
         from megadecode.models.load import load_model
 

@@ -55,12 +55,13 @@ from cute_kernels.gpu.tiles import Buffers
 
 __all__ = ["begin_produce", "begin_step", "produce_kv", "run_attention"]
 NEG_INF = -float("inf")
+ASK_AT_ONCE = 6  # vectors of 16 rows that a lane asks for without knowing that one is there
 
 
 # -- words in ------------------------------------------------------------------------------------
 @cute.jit
 def take_rows(k: cutlass.Constexpr, words: cute.Tensor, addresses: cutlass.Constexpr,
-              awaited: cutlass.Constexpr):  # fmt: skip
+              awaited: cutlass.Constexpr, rows: Int32):  # fmt: skip
     """This lane's 16-byte vectors as their words arrive; zero where not awaited. All lanes of the
     warp must call it."""
     for i, ok in enumerate(awaited):
@@ -68,8 +69,9 @@ def take_rows(k: cutlass.Constexpr, words: cute.Tensor, addresses: cutlass.Const
         for e in range(4):
             words[4 * i + e] = empty
     tries, since, missing = Int32(0), Int64(0), Uint32(1)
-    if cutlass.const_expr(k.c.probe and len(addresses) > k.c.ask_at_once):
+    if cutlass.const_expr(len(addresses) > ASK_AT_ONCE):
         # one vector first: polling for everything would cost L2 bandwidth
+        missing = Uint32(rows > 8)
         while missing != 0:
             missing = ask_missing(words, addresses[:1])
             tries, since = sync.overdue(tries, since)
@@ -108,7 +110,7 @@ def take_inputs(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: 
     addresses = [q_at + (i * CHUNK_BYTES + b * 512) for b in range(2) for i in range(chunks)]
     addresses += [kv_at + i * CHUNK_BYTES for i in range(chunks)]
     awaited = [of_q & (8 * b + row < rows) for b in range(2) for i in range(chunks)]
-    take_rows(k, words, addresses, awaited + [of_kv] * chunks)
+    take_rows(k, words, addresses, awaited + [of_kv] * chunks, rows)
     rope = p.rope + row * p.smem.rope_stride
     if of_q:
         rotate_head(k, words, 0, rope, q_weights)
@@ -170,16 +172,19 @@ def block_scores(k, q, base):
     return tiles
 
 
-def block_values(k, o, probabilities, base):
-    """O += P V; o: flat [tiles of 8 dimensions x 4]."""
+def block_values(k, o, probabilities, base, masks=None):
+    """O += P V; o: flat [tiles of 8 dimensions x 4]. masks: bits of V that count, [16 keys][keys
+    2 t and 2 t + 1, and 8 further]; None: all."""
     i, d = k.lane, k.c.shape.head_dim
     at = base + (i & 15) * (2 * d)
     piece = ((i >> 4) ^ (i & 7)) << 4
     for u in range(2):
-        p = probabilities[2 * u], probabilities[2 * u + 1]
-        a = [bf16_pair(p[e >> 1][2 * (e & 1)], p[e >> 1][2 * (e & 1) + 1]) for e in range(4)]
+        p = [probabilities[u * 8 + e] for e in range(8)]
+        a = [bf16_pair(p[2 * e], p[2 * e + 1]) for e in range(4)]
         for n in range(0, d // 8, 2):
             b = ldmatrix(at + (piece ^ (n << 4)) + u * (32 * d), True)
+            if masks is not None:
+                b = [x & masks[u][w & 1] for w, x in enumerate(b)]
             for e in range(2):
                 to = (n + e) * 4
                 sums = mma([o[to + w] for w in range(4)], a, b[2 * e : 2 * e + 2])
@@ -187,29 +192,38 @@ def block_values(k, o, probabilities, base):
                     o[to + w] = sums[w]
 
 
-def softmax_block(k, tiles, valid, m, den, o):
-    """One online-softmax step for both row halves; returns the probabilities by tile. m is in
-    units of scaled scores. A row the block is not for gets probabilities 2^-inf = 0, factor 1."""
-    p = [[None] * 4 for _ in range(4)]
+@cute.jit
+def softmax_block(k: cutlass.Constexpr, tiles: cutlass.Constexpr, limits: cutlass.Constexpr,
+                  block: Int32, rows: Int32, p: cute.Tensor, m: cute.Tensor, den: cute.Tensor,
+                  o: cute.Tensor):  # fmt: skip
+    """One online-softmax step; probabilities by tile into p, flat like the tiles. Rows 8 to 15 are
+    left out where a step has none; p is 0 there."""
+    softmax_half(k, tiles, 0, block < limits[0], p, m, den, o)
+    if rows > 8:
+        softmax_half(k, tiles, 1, block < limits[1], p, m, den, o)
+
+
+def softmax_half(k, tiles, h, valid, p, m, den, o):
+    """For row half h. m is in units of scaled scores. A row the block is not for gets probabilities
+    2^-inf = 0 and factor 1."""
     scale = k.c.shape.head_dim**-0.5 * 1.4426950408889634
-    for h in range(2):
-        s = [tiles[j][2 * h + e] for j in range(4) for e in range(2)]
-        top = quad_max(sync.maximum(s))
-        new = sync.maximum([m[h], sync.choose(valid[h], top * scale, NEG_INF)])
-        alpha = exp2(sync.choose(new > NEG_INF, m[h] - new, 0.0))
-        off = sync.choose(valid[h], new, -NEG_INF)
-        sums = [exp2(v * scale - off) for v in s]
-        for j in range(4):
-            p[j][2 * h : 2 * h + 2] = sums[2 * j : 2 * j + 2]
-        while len(sums) > 1:
-            sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
-        m[h] = new
-        den[h] = den[h] * alpha + sums[0]
-        for n in range(k.c.shape.head_dim // 8):
-            for e in range(2):
-                at = n * 4 + 2 * h + e
-                o[at] = o[at] * alpha
-    return p
+    s = [tiles[j][2 * h + e] for j in range(4) for e in range(2)]
+    top = quad_max(sync.maximum(s))
+    new = sync.maximum([m[h], sync.choose(valid, top * scale, NEG_INF)])
+    alpha = exp2(sync.choose(new > NEG_INF, m[h] - new, 0.0))
+    off = sync.choose(valid, new, -NEG_INF)
+    sums = [exp2(v * scale - off) for v in s]
+    for j in range(4):
+        for e in range(2):
+            p[j * 4 + 2 * h + e] = sums[2 * j + e]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    m[h] = new
+    den[h] = den[h] * alpha + sums[0]
+    for n in range(k.c.shape.head_dim // 8):
+        for e in range(2):
+            at = n * 4 + 2 * h + e
+            o[at] = o[at] * alpha
 
 
 def sums_seen(k, o):
@@ -219,6 +233,13 @@ def sums_seen(k, o):
     for n in range(2, k.c.shape.head_dim // 8, 2):  # two tiles a load
         seen = seen | sync.as_bits(o[n * 4])
     return seen
+
+
+def filled(n, value):
+    out = cute.make_rmem_tensor(cute.make_layout(n), Float32)
+    for i in range(n):
+        out[i] = Float32(value)
+    return out
 
 
 def block_limit(k, rows, h):
@@ -235,7 +256,7 @@ def run_blocks(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, m: cu
                stage: Int32, parity: Int32):  # fmt: skip
     """This warp's keys of every block of this CTA; warps without a head only pass stages on."""
     c, row_bytes = k.c, 2 * k.c.shape.head_dim
-    limit0, limit1 = block_limit(k, rows, 0), block_limit(k, rows, 1)
+    limits = [block_limit(k, rows, 0), block_limit(k, rows, 1)]
     block = p.split
     while block < main_blocks:
         key_stage = stage
@@ -255,8 +276,8 @@ def run_blocks(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, m: cu
             lower = half * (32 * row_bytes)
             for _ in cutlass.range(2 // halves(c), unroll=1):
                 tiles = block_scores(k, q, keys + lower)
-                valid = [block < limit0, block < limit1]
-                prob = softmax_block(k, tiles, valid, m, den, o)
+                prob = filled(16, 0.0)
+                softmax_block(k, tiles, limits, block, rows, prob, m, den, o)
                 block_values(k, o, prob, values + lower)
                 lower = lower + 32 * row_bytes
             seen = sums_seen(k, o)
@@ -295,6 +316,21 @@ def write_back(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: I
     sync.fence_async()
 
 
+# -- figures -------------------------------------------------------------------------------------
+STAMPS = 10
+
+
+@cute.jit
+def stamp(k: cutlass.Constexpr, slot: cutlass.Constexpr):
+    """With `timing`, in attention's own kernel: the clock of the SM when the first warp of half 0
+    and of half 1 came here, int64 [ctas, 2, STAMPS] of the last layer in Arg.TIMES."""
+    if cutlass.const_expr(k.c.timing and hasattr(k, "stamps")):
+        other = k.c.group_heads * 32
+        if (k.tid == 0) | (k.tid == other):
+            at = k.stamps + Int64(((k.bid * 2 + k.tid // other) * STAMPS + slot) * 8)
+            sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.clock64()))
+
+
 # -- the phase -----------------------------------------------------------------------------------
 @cute.jit
 def release_tail(k: cutlass.Constexpr, n: Int32, stage: Int32, seen: Uint32):
@@ -327,12 +363,15 @@ def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, head:
                 seen = seen | run_tail(k, p, head, row, slot, q, stage, tail_first)
             if half == 0:
                 take_parts(k, u, head, row_parts(k, p, part, row), main_blocks)
+            stamp(k, 5)
             if cutlass.const_expr(halves(c) == 2):
                 sync.pair_sync(head)
             else:
                 cute.arch.sync_warp()
+            stamp(k, 6)
             if half == 0:
                 publish_row(k, p, u, head, row, slot, out)
+            stamp(k, 7)
             row, slot = row + c.splits, 1 - slot
     release_tail(k, stages, stage, seen)
     # by warps that do not merge, if there are any
@@ -349,17 +388,14 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
     c, d = k.c, k.c.shape.head_dim
     head, half = k.wid % c.group_heads, k.wid // c.group_heads
     words = cute.make_rmem_tensor(cute.make_layout(12 * d // 32), Uint32)
+    stamp(k, 0)
     take_inputs(k, p, rows, layer, head, qkv, words)
-    m = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    den = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    o = cute.make_rmem_tensor(cute.make_layout(d // 2), Float32)
-    for h in cutlass.range_constexpr(2):
-        m[h], den[h] = Float32(NEG_INF), Float32(0.0)
-    for i in cutlass.range_constexpr(d // 2):
-        o[i] = Float32(0.0)
+    stamp(k, 1)
+    m, den, o = filled(2, NEG_INF), filled(2, 0.0), filled(d // 2, 0.0)
     stage, parity = run_blocks(k, p, words, m, den, o, half, rows, main_blocks, stage, parity)
     for h in cutlass.range_constexpr(2):
         den[h] = quad_sum(den[h])
+    stamp(k, 2)
     if cutlass.const_expr(c.red_buffers > 1 and halves(c) == 2):
         sync.consumer_sync(c.warps * 32)  # somebody may still add qkv's last sums
     has_blocks = (p.split < main_blocks) & (k.wid < c.group_heads * halves(c))
@@ -370,10 +406,12 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
     # behind this barrier the step's K and V rows are there, and every warp has released all stages
     # before the tail, so a warp that does not read the tail may release it at once
     sync.consumer_sync(c.warps * 32)
+    stamp(k, 3)
     if has_blocks:
         own = row_parts(k, p, part, Int32(0)) + Int64(p.split * c.part_bytes)
         publish_part(k, p, head, half, rows, m, den, o, own)
     sync.consumer_sync(c.warps * 32)  # whoever comes next may write where sums were exchanged
+    stamp(k, 4)
     if p.split < rows:
         merge_rows(k, p, words, head, half, rows, layer, part, out, stage, parity)
         for _ in cutlass.range(tail_count * stages_per_block(c), unroll=1):

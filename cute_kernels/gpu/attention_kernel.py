@@ -17,6 +17,7 @@ from cute_kernels.gpu.attention import (
     begin_step,
     produce_kv,
     run_attention,
+    stamp,
     take_rows,
 )
 from cute_kernels.gpu.board import Desc
@@ -39,7 +40,7 @@ def take_output(k: cutlass.Constexpr, rows: Int32, out: Int64):
         words = cute.make_rmem_tensor(cute.make_layout(n * 8), Uint32)
         places = [(b, (first + i) * CHUNK_BYTES) for b in range(2) for i in range(n)]
         addresses = [at + (off + b * 512) for b, off in places]
-        take_rows(k, words, addresses, [8 * b + row < rows for b, _ in places])
+        take_rows(k, words, addresses, [8 * b + row < rows for b, _ in places], rows)
 
 
 @cute.jit
@@ -51,6 +52,7 @@ def run_consumers(k: cutlass.Constexpr, act: Int64, rows: Int32, layers: Int32):
     for layer in cutlass.range(layers, unroll=1):
         stage, parity = run_attention(k, rows, layer, cur, stage, parity)
         take_output(k, rows, cur + b.a)
+        stamp(k, 8)
         sync.consumer_sync(k.c.warps * 32)
         cur = cur + b.bytes
 
@@ -70,7 +72,7 @@ def make_attention(c: Config):
     """Returns (jit launcher, example arguments, launch geometry).
 
     Arguments: the table of arguments.Arg (ACT, BOARD with a descriptor, KV_POOL, PAGE_TABLE, ROPE,
-    QK_NORM), layers: copies of Buffers in ACT, whose part and a must be EMPTY.
+    QK_NORM, with timing TIMES), layers: copies of Buffers in ACT, whose part and a must be EMPTY.
     """
 
     few, many = register_split(c)
@@ -86,6 +88,7 @@ def make_attention(c: Config):
         places(c, k, tid, bid)
         carve(c, block.iterator.toint(), k)
         k.args, k.zero = args, Uint32(layers >> 30)
+        k.stamps = arg(k, Arg.TIMES)
         k.kv_pool, k.pages = arg(k, Arg.KV_POOL), arg(k, Arg.PAGE_TABLE)
         if tid < DESC_WORDS:
             word = sync.ld_word(arg(k, Arg.BOARD) + Int64(tid) * 4)

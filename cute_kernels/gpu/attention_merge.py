@@ -48,43 +48,47 @@ def give_stats(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, half: In
 def publish_part(k, p, head, half, rows, m, den, o, part):
     """Publish this warp's dimensions of a split's part; loads come before stores, since the
     compiler keeps the order of a load behind a relaxed store."""
-    c, n, two = k.c, kept_tiles(k), halves(k.c) == 2
-    stats = [Float32(NEG_INF)] * 2 + [Float32(0.0)] * 2
-    if two:
+    n, stats, others = kept_tiles(k), None, None
+    if halves(k.c) == 2:
         stats = sync.lds_quad(p.stats + ((head * 2 + 1 - half) * 8 + (k.lane >> 2)) * 16)
         at = k.red + (head * 2 + 1 - half) * (n * 512) + k.lane * 16
         others = [sync.lds_quad(at + i * 512) for i in range(n)]
     for h in range(2):
-        row, t = (k.lane >> 2) + 8 * h, k.lane & 3
-        top, den_all = m[h], den[h]
-        if two:
-            top = sync.maximum([m[h], stats[h]])
-            safe = sync.choose(top > NEG_INF, top, 0.0)
-            mine, other = exp2(m[h] - safe), exp2(stats[h] - safe)
-            den_all = den[h] * mine + stats[2 + h] * other
-        words = []
-        for i in range(n):
-            pair = [o[i * 4 + 2 * h + e] for e in range(2)]
-            if two:
-                pair = [v * mine + others[i][2 * h + e] * other for e, v in enumerate(pair)]
-            words.append(bf16_pair(*pair))
-        to = part + Int64(row * (c.splits * c.part_bytes))
-        place = c.shape.head_dim // 8 * t + half * n
-        store_part(k, p, row < rows, head, half, to, place, words, top, den_all)
+        publish_rows(k, h, rows, head, half, m, den, o, stats, others, part)
 
 
 @cute.jit
-def store_part(k: cutlass.Constexpr, p: cutlass.Constexpr, ok: cutlass.Boolean, head: Int32,
-               half: Int32, to: Int64, place: Int32, words: cutlass.Constexpr, top: Float32,
-               den: Float32):  # fmt: skip
-    if ok:
-        row_bytes = 2 * k.c.shape.head_dim
-        sums = to + Int64(head * row_bytes + place * 4)
-        for i in cutlass.range_constexpr(0, len(words), 4):
-            sync.st_words(sums + i * 4, words[i : i + 4])
-        if ((k.lane & 3) == 0) & (half == 0):
-            at = to + Int64(k.c.group_heads * row_bytes + head * 8)
-            sync.st_words(at, [sync.as_bits(top), sync.as_bits(den)])
+def publish_rows(k: cutlass.Constexpr, h: cutlass.Constexpr, rows: Int32, head: Int32, half: Int32,
+                 m: cute.Tensor, den: cute.Tensor, o: cute.Tensor, stats: cutlass.Constexpr,
+                 others: cutlass.Constexpr, part: Int64):  # fmt: skip
+    """Rows 8 h to 8 h + 7, if the step has any of them."""
+    if rows > 8 * h:
+        row, t = (k.lane >> 2) + 8 * h, k.lane & 3
+        words, top, den_all = part_words(k, h, m, den, o, stats, others)
+        if row < rows:
+            row_bytes = 2 * k.c.shape.head_dim
+            to = part + Int64(row * (k.c.splits * k.c.part_bytes))
+            place = k.c.shape.head_dim // 8 * t + half * len(words)
+            sums = to + Int64(head * row_bytes + place * 4)
+            for i in cutlass.range_constexpr(0, len(words), 4):
+                sync.st_words(sums + i * 4, words[i : i + 4])
+            if (t == 0) & (half == 0):
+                at = to + Int64(k.c.group_heads * row_bytes + head * 8)
+                sync.st_words(at, [sync.as_bits(top), sync.as_bits(den_all)])
+
+
+def part_words(k, h, m, den, o, stats, others):
+    """(words of sums, maximum, denominator) of a row over both halves of the keys."""
+    sums = [[o[i * 4 + 2 * h + e] for e in range(2)] for i in range(kept_tiles(k))]
+    if others is None:
+        return [bf16_pair(*pair) for pair in sums], m[h], den[h]
+    top = sync.maximum([m[h], stats[h]])
+    safe = sync.choose(top > NEG_INF, top, 0.0)
+    mine, other = exp2(m[h] - safe), exp2(stats[h] - safe)
+    words = []
+    for pair, given in zip(sums, others, strict=True):
+        words.append(bf16_pair(*(v * mine + given[2 * h + e] * other for e, v in enumerate(pair))))
+    return words, top, den[h] * mine + stats[2 + h] * other
 
 
 # -- merging -------------------------------------------------------------------------------------

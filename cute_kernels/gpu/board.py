@@ -83,9 +83,9 @@ def result_at(row: int, cta: int) -> int:
 
 
 def make_board(first_tag: int = 0, first_count: int = 0) -> np.ndarray:
-    """The board before the first launch, int32: no results; its counters start anywhere."""
+    """The board before the first launch, int32: no results; tag and DONE start anywhere."""
     board = np.zeros(WORDS, np.int32)
     board[Board.RESULT :] = -1
     board[Board.DESC + Desc.TAG] = board[Board.FIRST_TAG] = first_tag
-    board[Board.DONE] = board[Board.BARRIER] = first_count
+    board[Board.DONE] = first_count
     return board

@@ -111,7 +111,8 @@ class Config:
 
     warps: consumer warps; they share the K of every unit. down_split: CTAs that share the K of a
     tile of `down` (a team). stage_bytes, stages: the ring. inflight, hungry: see ring.py.
-    probe: poll one vector per lane before asking for all, where there are more than `ask_at_once`.
+    probe_from: rows from which one vector per lane is polled before all are asked for, where there
+    are more than `ask_at_once`: polling everything costs L2 bandwidth, polling first a round trip.
     red_buffers: buffers of partial sums; with 2 a barrier per group of tiles goes.
     setmaxnreg: registers move from the other warps to the consumers.
     attention: between qkv and o, in `splits` parts of the context (without it, for tests of the
@@ -127,7 +128,7 @@ class Config:
     stages: int = 12
     inflight: int = 2
     hungry: int = 4
-    probe: bool = True
+    probe_from: int = 1
     ask_at_once: int = 1
     red_buffers: int = 1
     setmaxnreg: bool = False
@@ -285,7 +286,8 @@ class Config:
 # -- the forms that are built ------------------------------------------------------------------
 # Teams of 4 share K where it is long: activations of a phase stay at 64 KiB a CTA (measured).
 _WIDE = dict(ctas=128, down_split=4, setmaxnreg=True, ask_at_once=5)
-_NARROW = dict(red_buffers=2)
+# Short phases wait for latency, not bandwidth: polling first costs 2 % of a step of 1 row.
+_NARROW = dict(red_buffers=2, probe_from=9)
 PRODUCTS: dict[str, dict] = {
     "smollm2-135m": dict(warps=6, splits=32, **_NARROW),
     "llama-3.2-1b": dict(warps=8, splits=16, **_WIDE),

@@ -1,7 +1,7 @@
 """What the echo kernel answers, for the kernel and for the tests' oracle. Free of cutlass."""
 
 VOCAB = 32_000
-BAD = 4093
+BAD = 29_989
 PHASE = 3  # the phase its CTAs are in while they work
 SUM = 1.5
 

@@ -30,8 +30,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
+from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import CHAINS, CHUNK, CHUNK_BYTES
-from cute_kernels.gpu.core import arg
+from cute_kernels.gpu.core import arg, desc_word
 from cute_kernels.gpu.embed import gather
 from cute_kernels.gpu.epilogue import finish_team, norm_factor, reduce_group, squares_at
 from cute_kernels.gpu.fragments import bf16_product, mma, unpack_pair
@@ -86,12 +87,12 @@ def take_words(k: cutlass.Constexpr, words: cute.Tensor, addresses: cutlass.Cons
     the warp must call it. oks (Int32, used in turn): where 0, the vector is zeros and is not read.
     The last vector of block 0 is the one that is polled first."""
     polled = not k.c.phase
-    if cutlass.const_expr(polled and k.c.probe and len(addresses) > k.c.ask_at_once):
-        # one vector first: polling for everything would cost L2 bandwidth
-        probe, ok = addresses[-len(oks)], oks[0]
-        tries, since = Int32(0), Int64(0)
-        while sync.any_lane_empty(sync.largest(sync.ld_words_if(ok, probe))) != 0:
-            tries, since = sync.overdue(tries, since)
+    if cutlass.const_expr(polled and len(addresses) > k.c.ask_at_once):
+        if desc_word(k, Desc.ROWS) >= k.c.probe_from:
+            probe, ok = addresses[-len(oks)], oks[0]
+            tries, since = Int32(0), Int64(0)
+            while sync.any_lane_empty(sync.largest(sync.ld_words_if(ok, probe))) != 0:
+                tries, since = sync.overdue(tries, since)
     ask_all(words, addresses, oks)
     if cutlass.const_expr(polled):
         tries, since = Int32(0), Int64(0)

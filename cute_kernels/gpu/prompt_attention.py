@@ -17,9 +17,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
+from cute_kernels.gpu.attention import (
+    NEG_INF,
+    block_scores,
+    block_values,
+    filled,
+    quad_sum,
+    softmax_half,
+    sums_seen,
+)
 from cute_kernels.gpu.attention_plan import stages_per_block
 from cute_kernels.gpu.config import CHUNK, KV_COPY
-from cute_kernels.gpu.fragments import bf16_pair, exp2, mma, unpack_pair
+from cute_kernels.gpu.fragments import bf16_pair, unpack_pair
 from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.prompt_plan import (
     COLUMNS_BYTES,
@@ -32,8 +41,6 @@ from cute_kernels.gpu.ring import advance, issue
 from cute_kernels.gpu.rotary import head_factor, norm_weights, scaled, turn
 from cute_kernels.gpu.rows_gemm import load_words, store_tile
 from cute_kernels.gpu.sync import ptx_read
-
-NEG_INF = -float("inf")
 
 
 # -- heads: from raw columns to normalised and rotated ones --------------------------------------
@@ -128,86 +135,38 @@ def write_keys(k: cutlass.Constexpr, p: cutlass.Constexpr, layer: Int32):
     sync.fence_async()
 
 
-# -- one block -----------------------------------------------------------------------------------
-def ldmatrix(addr, transposed):
-    kind = "ldmatrix.sync.aligned.m8n8.x4" + (".trans" if transposed else "")
-    return ptx_read(kind + ".shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Uint32] * 4, addr)
+# -- half a block --------------------------------------------------------------------------------
+def mask_scores(k, tiles, place):
+    """Scores of keys behind a row become -inf. place: the last key of these 32 that counts for row
+    g; 8 more count for row g + 8."""
+    out = []
+    for j, tile in enumerate(tiles):
+        first = 8 * j + 2 * (k.lane & 3)
+        out.append([sync.choose(first + e % 2 <= place + e // 2 * 8, v, NEG_INF)
+                    for e, v in enumerate(tile)])  # fmt: skip
+    return out
 
 
-def block_scores(k, q, base):
-    """S = Q K^T of 16 rows and 64 keys: 8 tiles of 8 keys; and a word that needs all loads."""
-    i, width = k.lane, k.c.shape.head_dim * 2
-    seen, tiles = Uint32(0), [[Float32(0.0)] * 4 for _ in range(8)]
-    for pair in range(k.c.shape.head_dim // 32):
-        lane = base + (i & 7) * width + (((4 * pair + (i >> 3)) ^ (i & 7)) << 4)
-        for j in range(8):
-            b = ldmatrix(lane + j * 8 * width, False)
-            for e in range(2):
-                at = (pair * 2 + e) * 4
-                tiles[j] = mma(tiles[j], [q[at + w] for w in range(4)], b[2 * e : 2 * e + 2])
-            seen = seen | b[0]
-    return tiles, seen
+def value_masks(k, live):
+    """For block_values: V of the first `live` of 32 keys counts. What lies behind may be anything,
+    and 0 x NaN is NaN."""
+    first = live - 2 * (k.lane & 3)
+    return [[pair_mask(first - u * 16 - x * 8) for x in range(2)] for u in range(2)]
 
 
-def block_values(k, o, p, base, live):
-    """O += P V; o: flat [tiles of 8 dimensions x 4]. live: keys of the block whose V counts; from
-    there on it is taken as zero. Returns a word that needs all loads."""
-    i, width, seen = k.lane, k.c.shape.head_dim * 2, Uint32(0)
-    for u in range(4):
-        a = [p[e & 1][2 * u + (e >> 1)] for e in range(4)]
-        first = live - u * 16 - 2 * (i & 3)  # this lane's keys: 2 t, 2 t + 1 and 8 more of the 16
-        masks = [key_mask(first), key_mask(first - 8)]
-        for n in range(0, k.c.shape.head_dim // 8, 2):
-            lane = base + (i & 15) * width + (((n + (i >> 4)) ^ (i & 7)) << 4)
-            b = ldmatrix(lane + u * 16 * width, True)
-            seen = seen | b[0]
-            b = [x & masks[w & 1] for w, x in enumerate(b)]
-            for e in range(2):
-                at = (n + e) * 4
-                d = mma([o[at + w] for w in range(4)], a, b[2 * e : 2 * e + 2])
-                for w in range(4):
-                    o[at + w] = d[w]
-    return seen
-
-
-def key_mask(left):
+def pair_mask(left):
     """Bits of a register of two keys of which the first `left` count."""
     low = sync.select(left > 0, Uint32(0xFFFF), Uint32(0))
     return sync.select(left > 1, Uint32(0xFFFFFFFF), low)
 
 
-def quad_max(v):
-    v = sync.maximum([v, cute.arch.shuffle_sync_bfly(v, offset=1)])
-    return sync.maximum([v, cute.arch.shuffle_sync_bfly(v, offset=2)])
-
-
-def softmax_block(k, tiles, m, den, o, scale, place):
-    """One step of the running softmax of both row halves; returns probabilities as bf16 words,
-    [half][tile of 8 keys]. m is in units of scaled scores. place: the last key of the block that
-    counts for row g; 8 more count for row g + 8."""
-    p = []
+def attend_half(k, q, m, den, o, keys_at, values_at, place, live):
+    """32 keys: one step of the running softmax."""
+    tiles = mask_scores(k, block_scores(k, q, keys_at), place)
+    p = filled(16, 0.0)
     for h in range(2):
-        s = [tiles[j][2 * h + e] for j in range(8) for e in range(2)]
-        last = place + 8 * h - 2 * (k.lane & 3)
-        s = [sync.choose(8 * (i // 2) + i % 2 <= last, v, NEG_INF) for i, v in enumerate(s)]
-        new = sync.maximum([m[h], quad_max(sync.maximum(s)) * scale])
-        alpha = exp2(m[h] - new)
-        sums = [exp2(v * scale - new) for v in s]
-        p.append([bf16_pair(*sums[i : i + 2]) for i in range(0, 16, 2)])
-        while len(sums) > 1:
-            sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
-        m[h] = new
-        den[h] = den[h] * alpha + sums[0]
-        for n in range(k.c.shape.head_dim // 8):
-            for e in range(2):
-                o[n * 4 + 2 * h + e] = o[n * 4 + 2 * h + e] * alpha
-    return p
-
-
-def attend_block(k, q, m, den, o, scale, keys_at, values_at, place, live):
-    tiles, seen = block_scores(k, q, keys_at)
-    p = softmax_block(k, tiles, m, den, o, scale, place)
-    return seen | block_values(k, o, p, values_at, live)
+        softmax_half(k, tiles, h, True, p, m, den, o)
+    block_values(k, o, p, values_at, value_masks(k, live))
 
 
 # -- tasks ---------------------------------------------------------------------------------------
@@ -225,8 +184,7 @@ def walk_blocks(
 ):  # fmt: skip
     """All of a task's blocks: those before `own` whole, `own` masked, later ones (another warp's)
     passed on. own < 0: this warp only passes stages on."""
-    c = k.c
-    scale = c.shape.head_dim**-0.5 * 1.4426950408889634
+    c, half_bytes = k.c, PAGE * k.c.shape.head_dim  # of K, and of V
     for block in cutlass.range(blocks, unroll=1):
         first, second = stage, stage
         sync.wait_parity(k.ring.full + stage * 8, parity)
@@ -243,7 +201,11 @@ def walk_blocks(
             here, alive = Int32(PAGE), Int32(PAGE)  # all keys count
             if block == own:
                 here, alive = place, live
-            seen = attend_block(k, q, m, den, o, scale, keys_at, values_at, here, alive)
+            for _ in cutlass.range(2, unroll=1):
+                attend_half(k, q, m, den, o, keys_at, values_at, here, alive)
+                keys_at, values_at = keys_at + half_bytes, values_at + half_bytes
+                here, alive = here - PAGE // 2, alive - PAGE // 2
+            seen = sums_seen(k, o)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             sync.release_after(k.ring.empty + first * 8, [seen], k.zero)
@@ -253,23 +215,15 @@ def walk_blocks(
 
 
 def load_queries(k, p, q, head, layer, row_tile):
-    """Q of 16 rows of a query head as A fragments: [k16 step][4]."""
+    """Q of 16 rows of a query head: [row g, row g + 8][words]."""
     base, weights = p.act + Int64(PromptBuffers.of(k.c).q), norm_weights(k, layer, 0)
-    row, halves = row_tile * ROW_TILE + (k.lane >> 2), []
+    row = row_tile * ROW_TILE + (k.lane >> 2)
     for h in range(2):
         vectors = head_vectors(k, base, head * k.c.shape.head_dim, row_tile * 2 + h)
         at = p.position + cutlass.min(row + 8 * h, p.rows - 1)
-        halves.append(rotated(k, p, vectors, at, weights))
-    for i in range(len(halves[0])):
-        for step in range(2):
-            for e in range(2):
-                for h in range(2):
-                    q[(2 * i + step) * 4 + 2 * e + h] = halves[h][i][2 * step + e]
-
-
-def quad_sum(v):
-    v = v + cute.arch.shuffle_sync_bfly(v, offset=1)
-    return v + cute.arch.shuffle_sync_bfly(v, offset=2)
+        words = [w for v in rotated(k, p, vectors, at, weights) for w in v]
+        for i, word in enumerate(words):
+            q[h * len(words) + i] = word
 
 
 def store_output(k, p, head, row_tile, den, o):

@@ -41,9 +41,10 @@ def decode_step(
     return d.view(np.int32)
 
 
-def prompt_step(rows: int, position: int) -> np.ndarray:
+def prompt_step(rows: int, position: int, layers: int) -> np.ndarray:
     """The descriptor of a PROMPT step: `rows` tokens from `position` (a multiple of 64) on."""
     d = np.zeros(SCRIPT_WORDS, np.int32)
     d[Desc.KIND], d[Desc.ROWS] = Segment.PROMPT, rows
     d[Desc.POSITION] = d[Desc.COMMITTED] = position
+    d[Desc.LAST_PHASE] = 4 * layers
     return d

@@ -28,13 +28,12 @@ def eval_drafter(
     from megadecode.drafter.find import choose_drafter
     from megadecode.drafter.module import DrafterModule
     from megadecode.errors import ModelError
-    from megadecode.models.gguf_file import load
-    from megadecode.models.store import resolve
+    from megadecode.models.load import load_model
     from megadecode.training.evaluate import evaluate, read_texts
     from megadecode.training.plots import draw
     from megadecode.training.target import TorchTarget
 
-    weights = load(resolve(model))
+    weights = load_model(model)
     chosen = choose_drafter(drafter, weights)
     if chosen is None:
         raise ModelError(f"no drafter belongs to {weights.config.name}; give one's path")

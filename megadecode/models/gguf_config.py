@@ -9,8 +9,8 @@ import numpy as np
 
 from megadecode.config import ModelConfig
 from megadecode.errors import ModelError
+from megadecode.models.files import read_bytes
 from megadecode.models.gguf_header import GgufHeader
-from megadecode.models.stored import read_bytes
 from megadecode.rope import FrequencyFactors, Linear, RopeScaling, Yarn
 
 
@@ -49,6 +49,11 @@ def read_config(header: GgufHeader) -> ModelConfig:
         raise ModelError(
             f"{header.path}: architecture {architecture!r} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    if (parts := header.metadata.get("split.count", 1)) != 1:
+        raise ModelError(
+            f"{header.path}: it is one of {parts} parts of a model; "
+            "join them with `llama-gguf-split --merge` first"
         )
     keys = _Keys(header, f"{architecture}.")
     hidden, heads = keys.get("embedding_length", int), keys.get("attention.head_count", int)

@@ -90,14 +90,16 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     allowed, to_bytes, make_pipeline = _KINDS[kind]
     tokens, types = _vocabulary(keys, allowed)
     marks = Marks()
-    control = np.flatnonzero(types == _CONTROL).tolist()
+    control = np.flatnonzero((types == _CONTROL) | (types == _UNKNOWN)).tolist()
     unused = np.flatnonzero(types == _UNUSED).tolist()
     # What the model knows: control tokens by their marks, the others by their own text.
-    known = [marks[i] if types[i] == _CONTROL else token for i, token in enumerate(tokens)]
+    known = list(tokens)
+    for i in control:
+        known[i] = marks[i]
     ids = {token: i for i, token in enumerate(known) if types[i] != _UNUSED}
     if len(ids) + len(unused) != len(tokens):
         raise ModelError("tokenizer.ggml.tokens holds the same token twice")
-    pipeline, add_bos, silent = make_pipeline(keys, tokens, types, ids)
+    pipeline, add_bos = make_pipeline(keys, known, types, ids)
     # User-defined tokens are cut out of any text first; their text is their own.
     user_defined = np.flatnonzero(types == _USER_DEFINED).tolist()
     pipeline.add_tokens([AddedToken(tokens[i], normalized=False) for i in user_defined])
@@ -120,7 +122,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             for i, token in enumerate(tokens)
         ],
         {tokens[i]: i for i in control if tokens[i]},
-        silent=(*control, *unused, *silent),
+        silent=unused,
         prefix=[bos_id] if add_bos and bos_id is not None else [],
         named={name: tokens[token] for name, token in named.items() if token is not None},
         chat_template=keys.get("chat_template", str, "") or None,
@@ -142,7 +144,7 @@ def _vocabulary(keys: _Keys, allowed: tuple[int, ...]) -> tuple[list[str], np.nd
 
 def _byte_level(
     keys: _Keys, tokens: list[str], types: np.ndarray, ids: dict[str, int]
-) -> tuple[Pipeline, bool, list[int]]:
+) -> tuple[Pipeline, bool]:
     name = keys.get("ggml.pre", str, "default")
     if name not in PRE_TOKENIZERS:
         raise ModelError(
@@ -163,12 +165,12 @@ def _byte_level(
     if chosen.normalizer is not None:
         pipeline.normalizer = chosen.normalizer()
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(chosen.split())
-    return pipeline, chosen.add_bos, []
+    return pipeline, chosen.add_bos
 
 
 def _sentencepiece(
     keys: _Keys, tokens: list[str], types: np.ndarray, ids: dict[str, int]
-) -> tuple[Pipeline, bool, list[int]]:
+) -> tuple[Pipeline, bool]:
     scores = keys.get("ggml.scores", np.ndarray)
     if len(scores) != len(tokens):
         raise ModelError(
@@ -189,7 +191,7 @@ def _sentencepiece(
     if keys.get("ggml.add_space_prefix", bool, True):
         spaces.insert(0, normalizers.Prepend("\u2581"))
     pipeline.normalizer = normalizers.Sequence(spaces)
-    return pipeline, True, unknown
+    return pipeline, True
 
 
 def _merges_by_score(
@@ -206,8 +208,8 @@ def _merges_by_score(
     return [(left, right) for _, _, left, right in sorted(found)]
 
 
-# Tokenizer model -> token types it may hold, the bytes of a token, and the pipeline, whether a
-# prompt begins with BOS unless the file says otherwise, and further silent ids.
+# Tokenizer model -> token types it may hold, the bytes of a token, and what makes the pipeline and
+# says whether a prompt begins with BOS where the file does not.
 _KINDS: dict[str, tuple[tuple[int, ...], Callable[[str], bytes], Any]] = {
     "gpt2": ((_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED), byte_level_bytes, _byte_level),
     "llama": (

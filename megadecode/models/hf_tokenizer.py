@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as Pipeline
 
 from megadecode.errors import ModelError
-from megadecode.models.hf_config import read_json
+from megadecode.models.files import read_json
 from megadecode.models.tokenizer import (
     Marks,
     Tokenizer,
@@ -76,19 +76,17 @@ def _read(folder: Path, data: dict[str, Any], settings: dict[str, Any]) -> Token
         raise ModelError("model.vocab is missing or is not a table of token ids")
     to_bytes = _spelling(data)
     marks, control, own_text = Marks(), {}, {}
-    unknown = model.get("unk_token")
     added = []
     for token in _added_tokens(data, settings):
         text, number = token["content"], token["id"]
-        if not token.get("special"):
-            own_text[number] = text
-        elif text == unknown:  # the model itself looks it up by its name
-            control[text] = number
-            continue
-        else:
+        if token.get("special"):
             control[text] = number
             vocabulary.pop(text, None)
             token = token | {"content": marks[number]}
+            if model.get("unk_token") == text:  # the model looks it up by its name
+                model["unk_token"] = marks[number]
+        else:
+            own_text[number] = text
         vocabulary[token["content"]] = number
         added.append(token)
     size = 1 + max((*vocabulary.values(), *control.values()), default=-1)
@@ -113,7 +111,7 @@ def _read(folder: Path, data: dict[str, Any], settings: dict[str, Any]) -> Token
         pipeline,
         marks,
         token_bytes,
-        {text: number for text, number in control.items() if text and text != unknown},
+        {text: number for text, number in control.items() if text},
         silent=silent | taken,
         prefix=_prefix(pipeline, control, settings),
         named=_named(settings),

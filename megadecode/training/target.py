@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from megadecode.models.weights import Weights
+from megadecode.rope import inverse_frequencies
 
 
 class KvCache:
@@ -45,6 +46,9 @@ class Layer:
 
         self.attn_norm, self.ffn_norm = take("attn_norm"), take("ffn_norm")
         self.qkv, self.o = take("q", "k", "v"), take("o")
+        c = target.config
+        self.qkv_bias = take("q_bias", "k_bias", "v_bias") if c.qkv_bias else None
+        self.qk_norm = (take("q_norm"), take("k_norm")) if c.qk_norm else None
         self.gate_up, self.down = take("gate", "up"), take("down")
 
 
@@ -54,18 +58,25 @@ def heads_of(
     sin: torch.Tensor,
     norm: torch.Tensor,
     qkv: torch.Tensor,
+    qkv_bias: torch.Tensor | None,
+    qk_norm: tuple[torch.Tensor, torch.Tensor] | None,
     heads: int,
     kv_heads: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k (rotated) and v [rows, heads, head_dim] of x [rows, hidden].
 
-    cos, sin: [rows, 1, head_dim / 2]. Rows of all sequences are one axis here, so that a compiled
-    form serves every division of so many tokens into sequences.
+    cos, sin: [rows, 1, head_dim / 2]; qk_norm: weights of each query and key head's norm. Rows of
+    all sequences are one axis here, so that a compiled form serves every division of so many tokens
+    into sequences.
     """
-    joint = F.linear(F.rms_norm(x, norm.shape, norm, eps), qkv)
+    joint = F.linear(F.rms_norm(x, norm.shape, norm, eps), qkv, qkv_bias)
     joint = joint.unflatten(-1, (heads + 2 * kv_heads, -1))
-    turned = rotate(joint[:, : heads + kv_heads], cos, sin)
+    straight = joint[:, : heads + kv_heads]
+    if qk_norm is not None:
+        pairs = zip((straight[:, :heads], straight[:, heads:]), qk_norm)
+        straight = torch.cat([F.rms_norm(part, w.shape, w, eps) for part, w in pairs], 1)
+    turned = rotate(straight, cos, sin)
     return turned[:, :heads], turned[:, heads:], joint[:, heads + kv_heads :]
 
 
@@ -182,8 +193,9 @@ class TorchTarget:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         c = self.config
         made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._heads_of(
-            x, cos, sin, layer.attn_norm, layer.qkv, c.heads, c.kv_heads, c.rms_eps
-        )
+            x, cos, sin, layer.attn_norm, layer.qkv, layer.qkv_bias, layer.qk_norm, c.heads,
+            c.kv_heads, c.rms_eps,
+        )  # fmt: skip
         return made
 
     def after_attention(
@@ -208,10 +220,12 @@ class TorchTarget:
         return cos[flat][:, None], sin[flat][:, None]
 
     def _tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        d = self.config.head_dim
-        inverse = 1.0 / self.config.rope_theta ** (torch.arange(0, d, 2).float() / d)
-        angle = (torch.arange(positions).float()[:, None] * inverse).to(self.device)
-        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
+        c, scaling = self.config, self.config.rope_scaling
+        inverse = inverse_frequencies(c.head_dim, c.rope_theta, scaling)
+        angle = torch.arange(positions).float()[:, None] * torch.from_numpy(inverse).float()
+        multiplier = 1.0 if scaling is None else scaling.multiplier
+        cos, sin = angle.cos() * multiplier, angle.sin() * multiplier
+        return cos.to(self.device, self.dtype), sin.to(self.device, self.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

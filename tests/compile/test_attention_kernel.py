@@ -10,8 +10,7 @@ from tests.gpu.attention_kernels import ATTENTION
 # a head of 64 and a head of 128 with norms; the others only differ in numbers
 FAST = ("attention-smollm2-135m", "attention-qwen3-8b")
 SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ATTENTION if n not in FAST]
-# 13 warps leave 128 registers a thread
-SPILLS = {"attention-odd-960": 16, "attention-llama-3.1-8b": 8}
+SPILL = {64: 0, 128: 24}  # bytes, by head_dim: weights of norms and addresses, outside of loops
 
 
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
@@ -22,7 +21,7 @@ def test_attention_kernel(name):
     launcher, args, geometry = make_attention(c)
     ptx, cubin, _ = build.compile_kernel(launcher, args, c.arch)
     used = build.resources(cubin)
-    assert used["local"] == 0 and used["stack"] <= SPILLS.get(name, 0), "registers spill"
+    assert used["local"] == 0 and used["stack"] <= SPILL[c.shape.head_dim], "registers spill"
     assert geometry["smem"] == c.smem_bytes
     assert "atom.global" not in ptx and "red.global" not in ptx  # arrival orders nothing
     # the step's K and V: generic stores, then the writer's half of the proxy fence

@@ -217,11 +217,6 @@ def test_stop_ids_against_the_model(engine):
         ({"weights": "int4"}, ParameterError, "weights is 'int4'; choose fp32 or bf16"),
         ({"chunk_rows": 100}, ParameterError, "chunk_rows is 100; it must be a multiple of 64"),
         ({"device": "tpu"}, ParameterError, "device is 'tpu'; choose auto, cpu or cuda"),
-        (
-            {"device": "cuda"},
-            DeviceUnavailable,
-            "device 'cuda' has no kernel in this release; use device='cpu' or 'auto'",
-        ),
         ({"budget": 256}, ParameterError, "budget is 256; it must be between 0 and 255"),
         ({"budget": "all"}, ParameterError, "budget is 'all'; it must be an integer"),
         ({"shape": "bush"}, ParameterError, "shape is 'bush'; choose tree or chain"),

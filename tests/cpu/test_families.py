@@ -6,6 +6,7 @@ package. The bound is 1e-4 of the largest logit, in fp32.
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from dataclasses import replace
@@ -19,7 +20,10 @@ import transformers
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from hf_models import logits, transformers_model, write_folder
+from tiny_drafter import TARGET, drafter
 from tiny_gguf import quantized, write_gguf
+from tiny_tokenizers import KINDS
+from tiny_tokenizers import TEMPLATE as CHAT_TEMPLATE
 
 from megadecode import Engine, ModelConfig, SamplingParams
 from megadecode.models.gguf_file import load
@@ -261,6 +265,49 @@ def test_engines(tmp_path: Path, name: str) -> None:
     clear = top[:, 0] - top[:, 1] > 1e-3 * expected.abs().max()
     assert clear.sum() > 40
     assert torch.equal(torch.tensor(result.token_ids)[clear], expected.argmax(1)[clear])
+
+
+def test_speculation_on_a_target_with_biases_and_norms() -> None:
+    """The drafter's head norms and the target's are two things: tokens are those of plain decoding,
+    bit for bit, and its drafts are its own."""
+    shape = replace(TARGET, qkv_bias=True, qk_norm=True, rope_scaling=Yarn(4.0, 64))
+    model, prompt = random_model(shape, seed=5), TOKENS[:70].tolist()
+    params = SamplingParams(max_new_tokens=120, temperature=1.5, seed=3, ignore_eos=True)
+    options: dict[str, Any] = dict(ctx=512, slots=4, workers=2)
+    with Engine(model, draft="off", **options) as engine:
+        plain = engine.submit(prompt, params).result(60)
+    with Engine(model, draft=drafter(), budget=20, **options) as engine:
+        drafted = engine.submit(prompt, params).result(60)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.logprobs == plain.logprobs
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama2"])
+def test_text_in_and_text_out_of_a_folder(tmp_path: Path, kind: str) -> None:
+    pipeline = KINDS[kind]()
+    config = replace(QWEN2, vocab=pipeline.get_vocab_size() + 5)
+    write_folder(tmp_path, weights_of(config))
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<|bos|>", "eos_token": "<|end|>"})
+    )
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|end|>"
+    )
+    text, params = "They'll say 12345 — 日本語 <|end|>", SamplingParams(max_new_tokens=40)
+    chat = [{"role": "user", "content": "hello world"}]
+    with Engine(tmp_path, ctx=256, slots=2, workers=2, draft="off") as engine:
+        plain = theirs.encode(text.replace("<|end|>", ""))
+        assert engine.encode(text, chat=False).tolist()[: len(plain)] == plain
+        assert theirs.convert_tokens_to_ids("<|end|>") not in engine.encode(text, chat=False)
+        rendered = theirs.apply_chat_template(chat, chat_template=CHAT_TEMPLATE, tokenize=False)
+        ids = theirs.encode(rendered, add_special_tokens=False)
+        assert engine.encode(chat).tolist()[: len(ids)] == ids
+        result = engine.submit(chat, params).result(60)
+        raw = engine.submit(text, params, chat=False).result(60)
+        assert result.text == engine.tokenizer.decode(result.token_ids)
+        assert len(raw.token_ids) > 0
 
 
 def test_a_known_path_of_either_kind(tmp_path: Path) -> None:

@@ -140,6 +140,10 @@ WRONG = {
         {"architecture": "qwen2moe"},
         "architecture 'qwen2moe' is not supported; supported: llama, qwen2, qwen3",
     ),
+    "part": (
+        {"keys": {"split.count": 3}},
+        "it is one of 3 parts of a model; join them with `llama-gguf-split --merge` first",
+    ),
     "rope scaling": (
         {"keys": {"llama.rope.scaling.type": "longrope"}},
         "'llama.rope.scaling.type' = 'longrope' is not supported; supported: none, linear, yarn",

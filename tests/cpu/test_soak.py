@@ -1,5 +1,6 @@
 """Nothing lost: thousands of requests, races of park and submit, and a host that stands still."""
 
+import asyncio
 import ctypes
 import random
 import threading
@@ -9,7 +10,7 @@ import pytest
 from engine_checks import check_all_returned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_model import CONFIG, greedy, prompt, tiny_engine
+from tiny_model import CONFIG, Spelled, greedy, model, prompt, tiny_engine
 
 from host.wire import Activity, Word
 from megadecode import ParameterError, PromptError, SamplingParams
@@ -196,53 +197,87 @@ ANYTHING = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3),
     st.binary(max_size=3), st.lists(st.integers(-5, 400), max_size=3),
 )  # fmt: skip
+SOUND = {
+    "max_new_tokens": st.integers(6, 12),
+    "temperature": st.one_of(st.just(0.0), st.floats(0, 3)),
+    "stop_token_ids": st.lists(st.integers(0, 199), max_size=31),
+    "ignore_eos": st.booleans(),
+    "top_k": st.integers(0, 250),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(-(2**63), 2**64 - 1),
+    "min_new_tokens": st.integers(0, 6),
+    "logprobs": st.integers(0, 20),
+    "logit_bias": st.dictionaries(st.integers(0, 199), st.floats(-200, 200), max_size=4),
+    "stop": st.one_of(
+        st.text("abcxyz\u00e9", min_size=1, max_size=3),
+        st.lists(st.text("abc", min_size=1, max_size=2), max_size=3),
+    ),
+}
+WILD = {name: st.one_of(sound, ANYTHING) for name, sound in SOUND.items()}
 TOKENS = st.lists(st.integers(0, CONFIG.vocab - 1), min_size=1, max_size=70)
-PARAMS = st.fixed_dictionaries(
-    {},
-    optional={
-        "max_new_tokens": st.one_of(st.integers(0, 12), ANYTHING),
-        "temperature": st.one_of(st.just(0.0), st.just(0), st.floats(0, 3), ANYTHING),
-        "stop_token_ids": st.one_of(st.lists(st.integers(0, 199), max_size=40), ANYTHING),
-        "ignore_eos": st.one_of(st.booleans(), ANYTHING),
-        "top_k": st.one_of(st.integers(0, 250), ANYTHING),
-        "top_p": st.one_of(st.floats(0, 1), ANYTHING),
-        "min_p": st.one_of(st.floats(0, 1), ANYTHING),
-        "seed": st.one_of(st.integers(-(2**63), 2**64 - 1), ANYTHING),
-        "min_new_tokens": st.one_of(st.integers(0, 6), ANYTHING),
-        "logprobs": st.one_of(st.integers(0, 20), ANYTHING),
-        "logit_bias": st.one_of(
-            st.dictionaries(st.integers(0, 199), st.floats(-200, 200), max_size=4), ANYTHING
-        ),
-        "stop": ANYTHING,
-    },
-)
-PROMPTS = st.one_of(
-    TOKENS, TOKENS, st.lists(st.integers(-3, 203), max_size=6), st.lists(ANYTHING, max_size=3),
-    ANYTHING, st.lists(st.dictionaries(st.text(max_size=3), ANYTHING, max_size=2), max_size=2),
+TEXT = st.text(min_size=1, max_size=20)
+ROLES = st.sampled_from(["user", "assistant", "system"])
+MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": TEXT}), min_size=1, max_size=3)
+WILD_PROMPTS = st.one_of(
+    TOKENS, st.lists(st.integers(-3, 203), max_size=6), st.lists(ANYTHING, max_size=3), ANYTHING,
+    st.lists(st.dictionaries(st.text(max_size=3), ANYTHING, max_size=2), max_size=2),
     st.integers(500, 530).map(prompt),
 )  # fmt: skip
+WAYS = st.sampled_from(["submit", "stream", "generate", "agenerate", "leave"])
+
+
+@st.composite
+def requests(draw):
+    """(way, prompt, parameters, chat): two in three in order, the others wrong somewhere."""
+    if draw(st.integers(0, 2)):
+        ids, values = st.one_of(TOKENS, TEXT, MESSAGES), st.fixed_dictionaries({}, optional=SOUND)
+        return draw(WAYS), draw(ids), draw(values), draw(st.booleans())
+    values = st.fixed_dictionaries({}, optional=WILD)
+    chat = st.one_of(st.booleans(), st.booleans(), ANYTHING)
+    return draw(WAYS), draw(WILD_PROMPTS), draw(values), draw(chat)
 
 
 @pytest.fixture(scope="module")
 def shared():
-    with tiny_engine(slots=3, park_after_s=0.05) as engine:
+    with tiny_engine(model=Spelled(model()), slots=3, park_after_s=0.05) as engine:
         yield engine, greedy(engine, prompt(11), 12)[0]
 
 
-def any_parameters(shared, ids, values):
+def ask(engine, way, ids, params, chat):
+    """One request through a part of the public interface; its result, or None when it was left."""
+    if way == "submit":
+        request = engine.submit(ids, params, chat=chat)
+        if request.prompt_tokens + params.max_new_tokens > 100:
+            request.abort()
+        return request.result(20)
+    if way == "generate":
+        return engine.generate([ids, ids], [params, params], chat=chat)[1]
+    if way == "agenerate":
+        asking = engine.agenerate(ids, params, chat=chat)
+        return asyncio.run(asyncio.wait_for(asking._result(), 20))
+    for chunk in engine.stream(ids, params, chat=chat):
+        assert chunk.text or chunk.token_ids
+        if way == "leave":
+            break
+    return None
+
+
+def any_parameters(shared, way, ids, values, chat):
     """Refused with a message, or served to the end; the engine stays as it was either way."""
     engine, want = shared
     neighbour = engine.submit(prompt(11), SamplingParams(max_new_tokens=12, ignore_eos=True))
     try:
-        request = engine.submit(ids, SamplingParams(**values))
-    except (ParameterError, PromptError):
-        pass
+        params = SamplingParams(**{"max_new_tokens": 12} | values)
+        result = ask(engine, way, ids, params, chat)
+    except (ParameterError, PromptError) as error:
+        assert str(error)
     else:
-        if request.prompt_tokens + values.get("max_new_tokens", 256) > 100:
-            request.abort()
-        result = request.result(20)
-        assert result.finish_reason in ("stop", "length", "abort")
-        assert len(result.token_ids) <= values.get("max_new_tokens", 256)
+        if result is not None:
+            assert result.finish_reason in ("stop", "length", "abort")
+            assert len(result.token_ids) == len(result.logprobs) <= params.max_new_tokens
+            assert (result.stop_reason is not None) == (result.finish_reason == "stop")
+            assert not any(stop in result.text for stop in params.stop) or params.min_new_tokens
     assert neighbour.result(20).token_ids == want
 
 
@@ -250,17 +285,17 @@ QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=QUIET)
-@given(ids=PROMPTS, values=PARAMS)
-def test_any_parameters_are_refused_or_served(shared, ids, values):
-    any_parameters(shared, ids, values)
+@given(asked=requests())
+def test_any_parameters_are_refused_or_served(shared, asked):
+    any_parameters(shared, *asked)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @settings(max_examples=10_000, deadline=None, suppress_health_check=QUIET)
-@given(ids=PROMPTS, values=PARAMS)
-def test_ten_thousand_parameter_sets(shared, ids, values):
-    any_parameters(shared, ids, values)
+@given(asked=requests())
+def test_ten_thousand_parameter_sets(shared, asked):
+    any_parameters(shared, *asked)
 
 
 def test_after_all_of_it_nothing_is_missing(shared):

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from tiny_drafter import TARGET, target
+from tiny_drafter import TARGET
 
+from megadecode.models.random_model import random_model
 from megadecode.reference import Reference
+from megadecode.rope import Yarn
 from megadecode.training.target import TorchTarget
 
 TAPS = (0, 2, 3)
 
 
-@pytest.fixture(scope="module")
-def both() -> tuple[TorchTarget, Reference]:
-    return TorchTarget(target()), Reference(TARGET, target().tensors())
+SHAPES = {
+    "plain": TARGET,
+    "biases, norms and scaling": replace(
+        TARGET, qkv_bias=True, qk_norm=True, rope_scaling=Yarn(4.0, 8)
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def both(request) -> tuple[TorchTarget, Reference]:
+    model = random_model(SHAPES[request.param], seed=5)
+    return TorchTarget(model), Reference(model.config, model.tensors())
 
 
 def tokens(sequences: int, rows: int) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Case:
         rotary = kv_layout.rotary_rows(s.heads + s.kv_heads, s.head_dim)
         columns = torch.from_numpy(np.concatenate([rotary, np.arange(len(rotary), s.qkv)])).cuda()
         full = torch.full((self.layers, ROWS, s.qkv), -1, dtype=torch.int16, device="cuda")
-        full[:, :n] = self.raw[:, :n, columns].view(torch.int16)
+        full[:, :n] = self.raw[: self.layers, :n, columns].view(torch.int16)
         for layer in range(self.layers):
             words = pack.to_fragments(full[layer])
             act[layer, b.q // 2 : b.q // 2 + words.numel()] = words
@@ -112,6 +112,9 @@ class Case:
                         (Arg.PAGE_TABLE, self.pages), (Arg.ROPE, self.rope),
                         (Arg.QK_NORM, self.weights)):  # fmt: skip
             table[name] = x.data_ptr()
+        if self.c.timing:
+            self.stamps = torch.zeros(self.c.ctas, 2, 10, dtype=torch.int64, device="cuda")
+            table[Arg.TIMES] = self.stamps.data_ptr()
         self.table = table.cuda()
 
     def launch(self) -> None:

@@ -25,6 +25,10 @@ ATTENTION: dict[str, Config] = {f"attention-{n}": _config(n) for n in SHAPES} | 
     "attention-splits4": _config(LLAMA_1B, splits=4),
     "attention-wide-splits8": _config(QWEN3_8B, splits=8),
 }
+TIMED = {
+    f"{n}-t": dataclasses.replace(ATTENTION[n], timing=True)
+    for n in ("attention-smollm2-135m", "attention-llama-3.2-1b")
+}
 
 
 def main(folder: pathlib.Path) -> None:
@@ -32,7 +36,7 @@ def main(folder: pathlib.Path) -> None:
     from cute_kernels.gpu.attention_kernel import make_attention
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name, c in ATTENTION.items():
+    for name, c in (ATTENTION | TIMED).items():
         what = f"attention {sorted(dataclasses.asdict(c).items())}"
         a = build.build(what, lambda c=c: make_attention(c), c.arch, folder.parent / "cache")
         (folder / f"{name}.cubin").write_bytes(a.cubin)

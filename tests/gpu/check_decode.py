@@ -26,9 +26,9 @@ NEAR_WRAP = 2**31 - 5
 COMMITTED = 200
 
 
-def phase_ratios(rig: Rig, tokens: torch.Tensor, got: dict) -> dict[str, float]:
+def phase_ratios(rig: Rig, m: Model, tokens: torch.Tensor, got: dict) -> dict[str, float]:
     """Of layer 0: our error over that of torch in bf16, both against fp32 from the same inputs."""
-    m, s = rig.model, rig.c.shape
+    s = rig.c.shape
     wq, wo, wg, wd = m.matrices[0]
     x = m.embed[tokens]
 
@@ -63,7 +63,7 @@ def check(kernel: Kernel, c, model: Model, packed: dict, rows: int, seed: int) -
     """Numbers and equalities of one line; see the module's docstring."""
     s = c.shape
     ctx = Context(s, COMMITTED, 64, seed) if c.attention else None
-    rig = Rig(kernel, c, model, ctx, packed, first=NEAR_WRAP if rows == 3 else 0)
+    rig = Rig(kernel, c, packed, ctx, first=NEAR_WRAP if rows == 3 else 0)
     tokens = torch.randint(s.vocab, (rows,), generator=model.gen, device="cuda")
     ids, out = tokens.tolist(), {}
 
@@ -71,7 +71,7 @@ def check(kernel: Kernel, c, model: Model, packed: dict, rows: int, seed: int) -
         return decode_step(ids, COMMITTED, s.layers, **kw)
 
     rig.run([step(last=4)])
-    out["phases"] = phase_ratios(rig, tokens, rig.buffers(rows))
+    out["phases"] = phase_ratios(rig, model, tokens, rig.buffers(rows))
     want = ref.forward(model, ctx, tokens, 1)
     got = rig.buffers(rows)
     out["layer"] = max(relative(got[n], want[n]) for n in got)

@@ -14,11 +14,13 @@ import traceback
 
 import torch
 
-from cute_kernels.gpu.config import SHAPES
+from cute_kernels.gpu import pack
 from cute_kernels.gpu.load import Kernel
 from cute_kernels.gpu.prompt_plan import chunks_of
-from tests.gpu.kernels import small
+from cute_kernels.gpu.script import decode_step
+from tests.gpu.kernels import SHAPES, matrices, small
 from tests.gpu.prompt_case import POISON, Model, PromptCase, Reference, error
+from tests.gpu.rig import Rig
 
 ROWS = (1, 17, 33, 64, 200, 256)
 LENGTHS = (1, 63, 256, 300, 701)
@@ -183,6 +185,42 @@ def rows_do_not_meet(load, name):
     same_keys(case, alone, 100)
 
 
+def same_as_decode(load, name):
+    """Each matrix: what the decode form makes of 16 rows, bit for bit."""
+    rows, layer, c = 200, 1, matrices(name)
+    case, model = case_of(name, 256), model_of(name)
+    s = case.shape
+    rig = Rig(load(f"matrices-{name}"), c, model.packed())
+    tokens = case.tokens[:rows]
+    sources = {  # kernel's column order on both sides: q is the raw buffer
+        "qkv": ("x", 2 * rig.b.bytes + rig.b.x, "q", rig.b.q, s.hidden, s.qkv),
+        "o": ("a", rig.b.q, "x", rig.b.y, s.attended, s.hidden),
+        "gu": ("x", rig.b.y, "h", rig.b.h, s.hidden, s.ffn),
+        "down": ("h", rig.b.h, "x", rig.b.x, s.ffn, s.hidden),
+    }
+    for kind, (part, (source, at, target, to, k, n)) in enumerate(sources.items()):
+        x = draw(rows, k, 7)
+        case.set_rows(source, x)
+        case.set_residual(model.embedding[tokens.long()].float())
+        case.run_part(load, part, layer, rows)
+        ours = case.raw_rows(target)
+        for first in (0, 16, 96, 192):
+            mine = slice(first, min(first + 16, rows))
+            rig.reset()
+            block = torch.zeros(16, k, dtype=torch.bfloat16, device="cuda")
+            block[: mine.stop - first] = x[mine]
+            words = pack.to_fragments(block).contiguous().view(torch.uint8)
+            rig.act[at : at + len(words)] = words
+            phase = 4 * layer + kind
+            rig.run(
+                [decode_step(tokens[mine].tolist(), first, s.layers, first=phase, last=phase + 1)]
+            )
+            theirs = pack.from_fragments(rig.act[to : to + n * 32].view(torch.int16))
+            assert bool((theirs != POISON).any()), part
+            same = theirs[: mine.stop - first] == ours[mine].view(torch.int16)
+            assert bool(same.all()), f"{part}, rows from {first}: {int((~same).sum())} differ"
+
+
 def long_context(load, name):
     """The last rows of 65,536 positions against fp32."""
     r = Ratios()
@@ -206,6 +244,7 @@ CHECKS = {
     **{f"segment, {n} tokens": functools.partial(segment, length=n) for n in LENGTHS},
     "chunking": chunking,
     "rows do not meet": rows_do_not_meet,
+    "same as decode": same_as_decode,
     "65,536 positions": long_context,
 }
 

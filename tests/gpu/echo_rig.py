@@ -56,7 +56,7 @@ class Rig:
     """The echo kernel behind a link."""
 
     def __init__(
-        self, kernel, *, ctx=4096, max_inflight=64, completion_entries=256, request_entries=64,
+        self, kernel, *, ctx=16_384, max_inflight=64, completion_entries=256, request_entries=64,
         park_after_s=-1.0, first=0, first_tag=0, deadline_s=4.0, pool_bytes=None,
     ):  # fmt: skip
         cuda = torch.device("cuda")
@@ -107,7 +107,7 @@ class Rig:
         self.link.close()
 
 
-def expect(prompt, new, *, ctx=4096, stop=(), min_new=0):
+def expect(prompt, new, *, ctx=16_384, stop=(), min_new=0):
     """(tokens, reason, position of an error) by the rules, one token after another."""
     h = 0
     for position, token in enumerate(prompt):
@@ -121,6 +121,12 @@ def expect(prompt, new, *, ctx=4096, stop=(), min_new=0):
             return tokens, FinishReason.STOP, 0
         h = digest(h, tokens[-1], len(prompt) + len(tokens) - 1)
     return tokens, FinishReason.LENGTH, 0
+
+
+def calm(length, new, ctx=16_384):
+    """A prompt behind which `new` tokens come without a bad logit."""
+    seeds = (prompt(length, seed) for seed in range(100))
+    return next(p for p in seeds if expect(p, new, ctx=ctx)[1] == FinishReason.LENGTH)
 
 
 LOGPROB = -np.log(SUM * (2 + (CTAS - 2) * np.exp(-1.0)))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from cute_kernels.gpu.config import SHAPES, Config, product
+from cute_kernels.gpu.prompt_plan import PARTS
 
 # enough layers to pass every buffer copy on; a smaller vocabulary keeps weights small
 LAYERS = {"llama-3.1-8b": 2, "qwen3-8b": 2}
@@ -35,13 +36,12 @@ def matrices(name: str) -> Config:
 
 def scripted() -> dict[str, Config]:
     """Kernels that are compared with torch, by file name."""
-    whole = {f"decode-{name}": small(name, prompt=False) for name in SHAPES}
+    whole = {f"decode-{name}": small(name) for name in SHAPES}
     return {f"matrices-{name}": matrices(name) for name in SHAPES} | whole
 
 
 def prompts() -> dict[str, tuple[Config, Callable]]:
     """The prompt segment ("all") and its parts, by file name."""
-    from cute_kernels.gpu.prompt import PARTS
     from cute_kernels.gpu.prompt_kernel import make_prompt
 
     return {
@@ -53,12 +53,12 @@ def prompts() -> dict[str, tuple[Config, Callable]]:
 
 
 def timed() -> dict[str, Config]:
-    """Whole models, whose steps are timed: time_decode.py."""
-    out = {}
-    for name in ("smollm2-135m", "llama-3.2-1b"):
-        out[f"timed-matrices-{name}"] = product(name, attention=False, prompt=False)
-        out[f"timed-{name}"] = product(name, prompt=False)
-        out[f"timed-{name}-phases"] = product(name, prompt=False, timing=True)
+    """Whole models, whose steps are timed: experiments/gpu_steps.py."""
+    models = ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b")
+    out = {f"timed-{name}": product(name) for name in models}
+    for name in models[:2]:
+        out[f"timed-{name}-phases"] = product(name, timing=True)
+        out[f"timed-{name}-matrices"] = product(name, attention=False, prompt=False)
     return out
 
 

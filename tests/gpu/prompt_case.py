@@ -71,6 +71,13 @@ class Model:
         self.embed = packed
         self.embed_table = torch.from_numpy(pack.embed_table(c, layers)).cuda()
 
+    def packed(self) -> dict[str, torch.Tensor]:
+        """By name of Arg."""
+        return dict(
+            STREAM=self.stream, OFFSETS=self.offsets, PLAN=self.plan, QK_NORM=self.qk_norm,
+            EMBED_BASE=self.embed, EMBED_TABLE=self.embed_table,
+        )  # fmt: skip
+
 
 class PromptCase:
     """Buffers for contexts of up to `positions`, everything poisoned; pages in random order."""
@@ -95,11 +102,9 @@ class PromptCase:
         self.board = torch.zeros(board.WORDS, dtype=torch.int32, device="cuda")
         self.table = torch.zeros(COUNT, dtype=torch.int64)
         for name, value in {
-            Arg.STREAM: model.stream, Arg.OFFSETS: model.offsets, Arg.PLAN: model.plan,
-            Arg.EMBED_BASE: model.embed, Arg.EMBED_TABLE: model.embed_table,
-            Arg.QK_NORM: model.qk_norm, Arg.ROPE: self.rope, Arg.BOARD: self.board,
-            Arg.KV_POOL: self.pool, Arg.PAGE_TABLE: self.pages, Arg.TOKENS: self.tokens,
-            Arg.PROMPT_ACT: self.act,
+            **{Arg[name]: value for name, value in model.packed().items()},
+            Arg.ROPE: self.rope, Arg.BOARD: self.board, Arg.KV_POOL: self.pool,
+            Arg.PAGE_TABLE: self.pages, Arg.TOKENS: self.tokens, Arg.PROMPT_ACT: self.act,
         }.items():  # fmt: skip
             self.table[name] = value.data_ptr()
         self.table[Arg.LAYERS] = s.layers
@@ -124,9 +129,13 @@ class PromptCase:
         at = getattr(self.b, name) // 2
         return self.act[at : at + columns // 32 * COLUMNS_BYTES // 2]
 
+    def raw_rows(self, name: str) -> torch.Tensor:
+        """[256, columns] 16-bit, columns as the kernel has them."""
+        return pack.from_fragments(self._flat(name), BLOCKS)
+
     def rows_of(self, name: str) -> torch.Tensor:
         """[256, columns] bf16, poison and all. q: columns in plain order."""
-        x = pack.from_fragments(self._flat(name), BLOCKS)
+        x = self.raw_rows(name)
         if name == "q":
             plain = torch.empty_like(x)
             plain[:, self.model.qkv_order] = x

@@ -8,27 +8,33 @@ from cute_kernels.gpu.arguments import COUNT, Arg
 from cute_kernels.gpu.board import MAX_CTAS, MAX_ROWS, WORDS, Board
 from cute_kernels.gpu.config import COPIES, Config
 from cute_kernels.gpu.load import Kernel
+from cute_kernels.gpu.prompt_plan import PromptBuffers
 from cute_kernels.gpu.script import RECORD
 from cute_kernels.gpu.tiles import Buffers
-from tests.gpu.model import Context, Model, column_order
+from tests.gpu.model import Context, column_order
 
 
 class Rig:
     """Runs scripts; keeps the device state from launch to launch, as the engine does."""
 
     def __init__(
-        self, kernel: Kernel, c: Config, model: Model, ctx: Context | None = None,
-        packed: dict[str, torch.Tensor] | None = None, first: int = 0,
+        self, kernel: Kernel, c: Config, packed: dict[str, torch.Tensor],
+        ctx: Context | None = None, first: int = 0,
     ) -> None:  # fmt: skip
-        """first: the tag and the counters begin here."""
-        self.kernel, self.c, self.model, self.ctx = kernel, c, model, ctx
+        """packed: of a Model. first: the tag and the counters begin here."""
+        self.kernel, self.c, self.held, self.ctx = kernel, c, packed, ctx
         self.b, s = Buffers.of(c), c.shape
-        self.held = packed or model.packed(c)
         self.act = torch.empty(self.b.bytes * COPIES, dtype=torch.uint8, device="cuda")
         self.logits = torch.empty(16, c.logit_stride, device="cuda")
         self.board = torch.zeros(WORDS, dtype=torch.int32, device="cuda")
         self.board[Board.RESULT :] = -1
         self.board[Board.FIRST_TAG] = self.board[Board.DONE] = first
+        self.tokens = torch.zeros(1 << 14, dtype=torch.int32, device="cuda")  # of a prompt
+        self.prompt_act = None
+        if c.prompt:
+            self.prompt_act = torch.full(
+                (PromptBuffers.of(c).bytes,), 255, dtype=torch.uint8, device="cuda"
+            )
         self.times = torch.zeros(c.ctas, 4 * s.layers + 1, 4, dtype=torch.int64, device="cuda")
         self.reset()
 
@@ -44,6 +50,8 @@ class Rig:
             self.held, ACT=self.act, LOGITS=self.logits, BOARD=self.board, TIMES=self.times,
             SCRIPT=script, SCRIPT_OUT=out,
         )  # fmt: skip
+        if self.prompt_act is not None:
+            tensors |= dict(TOKENS=self.tokens, PROMPT_ACT=self.prompt_act)
         if self.ctx is not None:
             tensors |= dict(KV_POOL=self.ctx.pool, PAGE_TABLE=self.ctx.pages, ROPE=self.ctx.rope)
         for name, t in tensors.items():

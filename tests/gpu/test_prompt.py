@@ -39,5 +39,9 @@ def test_rows_do_not_meet(check):
     check("rows_do_not_meet")
 
 
+def test_bits_are_those_of_the_decode_form(check):
+    check("same_as_decode")
+
+
 def test_long_context(check):
     check("long_context")

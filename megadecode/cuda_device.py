@@ -1,0 +1,261 @@
+"""Puts the CUDA device together: kernel, weights, pages, tables, the wire and the link to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cute_kernels.gpu.arguments import COUNT, Arg
+from cute_kernels.gpu.board import make_board
+from cute_kernels.gpu.config import COPIES, Config
+from cute_kernels.gpu.kv_layout import PAGE
+from cute_kernels.gpu.prompt_plan import PromptBuffers
+from cute_kernels.gpu.service_block import Own, make_block, wire_constants
+from cute_kernels.gpu.tiles import Buffers, step_bytes
+from host.cuda import CudaDevice, PinnedMemory, driver
+from host.link import Link
+from host.wire import Wire, make_wire
+from megadecode.config import ModelConfig
+from megadecode.cuda_kernel import Gpu, choose_config, find_gpu, load_kernel
+from megadecode.device import Settings, Start, Tensors
+from megadecode.drafter.io import Drafter
+from megadecode.errors import ParameterError
+from megadecode.options import device_options
+from megadecode.sampling import SamplingParams
+from megadecode.trace import PhaseFigures
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_ROWS = 256
+PINGS = 5
+OPTIONS = {
+    "max_inflight": (1, 2**20),
+    "completion_entries": (1, 2**24),
+    "request_entries": (1, 2**24),
+    "pool_bytes": (1, 2**40),
+    "first_sequence": (0, 2**62),
+    "first_tag": (0, 2**31 - 1),
+}
+"""What `Engine` passes on to this device, and its ranges; besides, `kernels`: a folder of kernels
+that another machine has built."""
+
+
+@dataclass(frozen=True)
+class CudaOptions:
+    """Sizes of the CUDA device. `deadline_s`: silence after which the device counts as lost."""
+
+    ctx: int
+    pages: int
+    max_inflight: int = 1024
+    completion_entries: int = 8192
+    request_entries: int = 256
+    pool_bytes: int | None = None
+    park_after_s: float = 5.0
+    deadline_s: float = 4.0
+    first_sequence: int = 0
+    first_tag: int = 0
+    kernels: str | None = None
+
+
+@dataclass
+class CudaParts:
+    """A CUDA device that has been put together, with its insides for statistics and tests."""
+
+    link: Link
+    device: CudaDevice
+    config: Config
+    memory: dict[str, torch.Tensor]  # by the names of `arguments.Arg`
+
+    reserve_rows = 1
+    weights = "bf16"
+
+    @property
+    def wire(self) -> Wire:
+        return self.link.wire
+
+    def refuse(self, params: SamplingParams) -> None:
+        """ParameterError for what the kernel does not do yet."""
+        wanted = {
+            "temperature above 0": params.temperature > 0,
+            "logit_bias": bool(params.logit_bias),
+            "logprobs above 0": params.logprobs > 0,
+        }
+        missing = [name for name, asked in wanted.items() if asked]
+        if missing:
+            raise ParameterError(
+                f"{', '.join(missing)}: device 'cuda' decodes greedily in this release; "
+                "use device='cpu' for this request"
+            )
+
+    def figures(self, *, reset: bool) -> list[PhaseFigures]:
+        """None: the kernel that serves has no timing slots."""
+        return []
+
+    def read_gb_per_s(self) -> float:
+        """Of a large copy: bytes read and written."""
+        import torch
+
+        source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(3):
+            target.copy_(source)
+        begin.record()
+        for _ in range(10):
+            target.copy_(source)
+        end.record()
+        end.synchronize()
+        return 10 * 2 * 2**30 / (begin.elapsed_time(end) * 1e-3) / 1e9
+
+
+def prepare(settings: Settings, options: Mapping[str, Any]) -> Start:
+    """See `megadecode.device.prepare`."""
+    o = settings
+    if o.slots != 1:
+        raise ParameterError(
+            f"slots is {o.slots}; device 'cuda' decodes one request at a time in this release: "
+            "use slots=1 (further requests wait their turn)"
+        )
+    if o.weights not in (None, "bf16"):
+        raise ParameterError(f"weights is {o.weights!r}; device 'cuda' keeps them as bf16")
+    if o.chunk_rows not in (None, CHUNK_ROWS):
+        raise ParameterError(f"chunk_rows is {o.chunk_rows}; device 'cuda' takes {CHUNK_ROWS}")
+    own = dict(options)
+    kernels = own.pop("kernels", None)
+    if kernels is not None and not Path(kernels).is_dir():
+        raise ParameterError(f"kernels is {str(kernels)!r}; there is no such folder")
+    chosen = CudaOptions(
+        ctx=o.ctx,
+        pages=o.pages,
+        park_after_s=o.park_after_s,
+        kernels=None if kernels is None else str(kernels),
+        **device_options(own, OPTIONS),
+    )
+    gpu = find_gpu()
+    return lambda config, get, drafter: start(config, get, gpu, chosen, drafter)
+
+
+def operation_names(layers: int) -> list[str]:
+    """The phases, as hang reports name them."""
+    kinds = ("qkv", "attend and out_proj", "gate_up", "down")
+    return [*(f"{kind}[{layer}]" for layer in range(layers) for kind in kinds), "head"]
+
+
+def start(
+    config: ModelConfig,
+    get: Tensors,
+    gpu: Gpu,
+    options: CudaOptions,
+    drafter: Drafter | None = None,
+) -> CudaParts:
+    """Load the kernel, pack the weights, allocate everything, make the link, and try it.
+
+    Raises ModelError for a shape there is no kernel for, DeviceUnavailable when a kernel is neither
+    there nor can be built, ParameterError when memory is short or there is a drafter.
+    """
+    if drafter is not None:
+        raise ParameterError("device 'cuda' decodes plainly in this release: pass draft='off'")
+    c = choose_config(config, gpu)
+    kernel = load_kernel(c, options.kernels)
+    memory = _allocate(config, get, c, options)
+    pinned = PinnedMemory(driver())
+    try:
+        wire = make_wire(
+            slots=1, workers=c.ctas, ctx=options.ctx, max_inflight=options.max_inflight,
+            request_entries=options.request_entries,
+            completion_entries=options.completion_entries, pool_bytes=options.pool_bytes,
+            first_sequence=options.first_sequence, allocate=pinned,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ParameterError(str(error)) from None
+    constants = wire_constants(
+        wire, pinned.device_address, ctx=options.ctx, pages=options.pages,
+        park_after_ns=int(options.park_after_s * 1e9), tokens=memory["TOKENS"].data_ptr(),
+    )  # fmt: skip
+    table = _table(config, memory, constants, options)
+    act = memory["ACT"]
+    device = CudaDevice(
+        kernel,
+        table.data_ptr(),
+        empty=[(act.data_ptr(), act.numel())],
+        workers=c.ctas,
+        control=wire.control,
+        operations=operation_names(config.layers),
+        keep=pinned.keep,
+        owned=(memory, table),
+    )
+    link = Link(wire, device, first_sequence=options.first_sequence, deadline_s=options.deadline_s)
+    for _ in range(PINGS):  # it works, its code is there, and it has learnt the host's clock
+        link.ping()
+    link.park()
+    return CudaParts(link, device, c, memory)
+
+
+def _allocate(
+    config: ModelConfig, get: Tensors, c: Config, o: CudaOptions
+) -> dict[str, torch.Tensor]:
+    """Everything in device memory; the weights too, once it is clear that there is room."""
+    import torch
+
+    from megadecode.cuda_weights import pack_model
+
+    gpu, positions = torch.device("cuda"), o.ctx + PAGE
+    kv_bytes = o.pages * config.layers * config.kv_heads * c.kv_block_bytes
+    sizes = {
+        "KV_POOL": kv_bytes,
+        "ACT": COPIES * Buffers.of(c).bytes,
+        "LOGITS": 16 * c.logit_stride * 4,
+        "PROMPT_ACT": PromptBuffers.of(c).bytes,
+    }
+    weights = step_bytes(c, config.layers)
+    if not config.tied_embeddings:
+        weights += c.gemm("lm").cols * config.hidden * 2
+    need = sum(sizes.values()) + weights + positions * config.head_dim * 4
+    largest = 6 * max(config.vocab, 2 * config.ffn) * config.hidden  # while a matrix is packed
+    free, _ = torch.cuda.mem_get_info()
+    if need + largest > free:
+        gib = 2**30
+        raise ParameterError(
+            f"{config.name} needs {(need + largest) / gib:.1f} GiB of device memory "
+            f"(weights {weights / gib:.1f}, KV pages {kv_bytes / gib:.1f}); {free / gib:.1f} are "
+            "free. Ask for less with ctx or kv_tokens, or free some"
+        )
+    memory = pack_model(config, get, c, positions)
+    # NaN everywhere: what nobody has written nobody may use
+    memory |= {
+        name: torch.full((size,), 255, dtype=torch.uint8, device=gpu)
+        for name, size in sizes.items()
+    }
+    memory["TOKENS"] = torch.zeros(o.ctx + CHUNK_ROWS, dtype=torch.int32, device=gpu)
+    memory["PAGE_TABLE"] = torch.arange(o.pages, dtype=torch.int32, device=gpu)
+    return memory
+
+
+def _table(
+    config: ModelConfig,
+    memory: dict[str, torch.Tensor],
+    constants: Mapping[Own, int],
+    o: CudaOptions,
+) -> torch.Tensor:
+    """The kernel's table of arguments; the board and the service's block go into `memory`."""
+    import torch
+
+    block = make_block(constants, first_sequence=o.first_sequence)
+    memory["SERVICE"] = torch.from_numpy(block).cuda()
+    memory["BOARD"] = torch.from_numpy(make_board(o.first_tag, o.first_tag)).cuda()
+    table = np.zeros(COUNT, np.int64)
+    table[Arg.LAYERS] = config.layers
+    for name, tensor in memory.items():
+        table[Arg[name]] = tensor.data_ptr()
+    found = torch.from_numpy(table).cuda()
+    torch.cuda.synchronize()
+    return found
+
+
+assert set(OPTIONS) < {f.name for f in dataclasses.fields(CudaOptions)}

@@ -1,0 +1,139 @@
+"""The CUDA device as far as no GPU is needed: what it refuses, which kernel it wants."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+
+import pytest
+
+from cute_kernels.gpu import build
+from cute_kernels.gpu.config import SHAPES
+from megadecode import (
+    DeviceUnavailable,
+    Engine,
+    ModelError,
+    ParameterError,
+    PromptError,
+    cuda_kernel,
+)
+from megadecode.cuda_device import operation_names
+from megadecode.device import Settings, prepare
+from megadecode.presets import NAMES, Preset, preset_config
+from megadecode.prompt import encode
+
+SETTINGS = dict(
+    ctx=256,
+    slots=1,
+    pages=5,
+    weights=None,
+    chunk_rows=None,
+    park_after_s=1.0,
+    budget=0,
+    chain=False,
+)
+H200 = cuda_kernel.Gpu("NVIDIA H200", "sm_90a", 132)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "says"),
+    [
+        ({"slots": 4}, {}, "slots is 4; device 'cuda' decodes one request at a time"),
+        ({"weights": "fp32"}, {}, "weights is 'fp32'; device 'cuda' keeps them as bf16"),
+        ({"chunk_rows": 128}, {}, "chunk_rows is 128; device 'cuda' takes 256"),
+        ({}, {"kernels": "/no/such"}, "kernels is '/no/such'; there is no such folder"),
+        ({}, {"workers": 3}, "unknown engine option 'workers'"),
+    ],
+)
+def test_settings_it_cannot_serve(changes, options, says):
+    with pytest.raises(ParameterError, match=re.escape(says)):
+        prepare("cuda", Settings(**(SETTINGS | changes)), options)
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(
+        DeviceUnavailable, match=r"^device 'cuda' cannot be used here: .*\. Use dev"
+    ):
+        Engine(Preset("odd-768"), 256, device="cuda")
+
+
+def test_models_and_kernels_belong_together():
+    for name in NAMES:
+        config = preset_config(name)
+        assert cuda_kernel.shape_of(config) == SHAPES[name]
+        assert cuda_kernel.choose_config(config, H200).ctas <= 132
+    shallow = dataclasses.replace(preset_config("odd-768"), layers=2, vocab=100, name="mine")
+    assert cuda_kernel.shape_of(shallow).layers == 2
+    for change in ({"ffn": 4096}, {"tied_embeddings": False}, {"qk_norm": True}):
+        wrong = dataclasses.replace(shallow, **change)
+        with pytest.raises(ModelError, match=r"mine: device 'cuda' has no kernel for hidden=768, "):
+            cuda_kernel.shape_of(wrong)
+    with pytest.raises(ModelError, match="no biases yet"):
+        cuda_kernel.shape_of(dataclasses.replace(shallow, qkv_bias=True))
+    small = cuda_kernel.Gpu("a smaller part", "sm_90a", 78)
+    assert cuda_kernel.choose_config(preset_config("llama-3.2-1b"), small).ctas == 76
+
+
+def fake_artefact(folder, what, changes=None):
+    """A kernel as another machine leaves it."""
+    cubin = b"machine code"
+    manifest = {
+        "what": what, "key": "k", "sources": build.source_hash(), "dsl": build.dsl_version(),
+        "sha256": hashlib.sha256(cubin).hexdigest(),
+    }  # fmt: skip
+    at = folder / "sm_90a"
+    at.mkdir(parents=True, exist_ok=True)
+    (at / "k.cubin").write_bytes(cubin)
+    (at / "k.json").write_text(json.dumps(manifest | (changes or {})))
+
+
+def test_a_kernel_built_elsewhere_is_found_and_a_stale_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGADECODE_HOME", str(tmp_path / "home"))
+    c = cuda_kernel.choose_config(preset_config("odd-768"), H200)
+    what = build.kernel_name(c, "wire")
+    fake_artefact(tmp_path / "carried", what)
+    assert cuda_kernel.find_kernel(c, tmp_path / "carried").cubin == b"machine code"
+    fake_artefact(cuda_kernel.kernel_folder(), what)
+    assert cuda_kernel.find_kernel(c).cubin == b"machine code"
+
+    monkeypatch.setattr(cuda_kernel, "_has", lambda module: module != "cutlass")
+    for change in ({"sources": "older"}, {"what": "another"}, {"sha256": "damaged"}):
+        fake_artefact(cuda_kernel.kernel_folder(), what, change)
+        with pytest.raises(DeviceUnavailable) as error:
+            cuda_kernel.find_kernel(c)
+        assert "megadecode build --model odd-768 --target sm_90a" in str(error.value)
+    monkeypatch.setattr(build, "dsl_version", lambda: "0.0")
+    fake_artefact(cuda_kernel.kernel_folder(), what, {"dsl": "4.8.1"})
+    assert build.find(what, "sm_90a", [cuda_kernel.kernel_folder()]) is None
+    monkeypatch.setattr(build, "dsl_version", lambda: None)
+    assert build.find(what, "sm_90a", [cuda_kernel.kernel_folder()]) is not None
+
+
+def test_the_key_covers_the_layout_of_the_wire(tmp_path, monkeypatch):
+    (tmp_path / "wire.py").write_text("PAIRS = 4\n")
+    monkeypatch.setattr(build, "WIRE", tmp_path / "wire.py")
+    before = build.source_hash()
+    (tmp_path / "wire.py").write_text("PAIRS = 5\n")
+    assert build.source_hash() != before
+
+
+def test_presets_are_token_ids_in_and_out():
+    torch = pytest.importorskip("torch")
+    model = Preset("odd-768", seed=3)
+    embed = model.tensor("embed")
+    assert (embed == Preset("odd-768", seed=3).tensor("embed")).all()
+    assert (embed == model.tensor("head")).all()  # tied
+    assert (embed != Preset("odd-768", seed=4).tensor("embed")).any()
+    assert abs(float(embed.std()) - 768**-0.5) < 1e-3
+    assert abs(float(model.tensor("final_norm").mean()) - 1) < 0.02
+    assert torch.is_tensor(embed) is False
+    with pytest.raises(PromptError, match="has no tokenizer; give the prompt as token ids"):
+        encode("hello", model.config, None, chat=True)
+
+
+def test_phases_have_names_for_hang_reports():
+    names = operation_names(2)
+    assert len(names) == 9
+    assert names[4] == "qkv[1]" and names[-1] == "head"

@@ -1,0 +1,242 @@
+"""The engine on a GPU, with SmolLM2's real weights.
+
+MEGADECODE_KERNELS: folder of built kernels (`megadecode build --folder`); MEGADECODE_MODEL: the
+GGUF file; MEGADECODE_ANSWERS: what the CPU device answers (tests/gpu/answers.py).
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA GPU", allow_module_level=True)
+NEEDED = ("MEGADECODE_KERNELS", "MEGADECODE_MODEL", "MEGADECODE_ANSWERS")
+if missing := [name for name in NEEDED if name not in os.environ]:
+    pytest.skip(f"not set: {', '.join(missing)}", allow_module_level=True)
+
+from megadecode import (  # noqa: E402
+    DeviceUnavailable,
+    Engine,
+    ParameterError,
+    PromptError,
+    SamplingParams,
+)
+from tests.gpu.answers import first_difference  # noqa: E402
+
+BOUND = 0.15  # nats between the two likeliest tokens, below which bf16 may decide otherwise
+MODEL, KERNELS = os.environ["MEGADECODE_MODEL"], os.environ["MEGADECODE_KERNELS"]
+ANSWERS = json.loads(pathlib.Path(os.environ["MEGADECODE_ANSWERS"]).read_text())
+
+
+def make_engine(**options):
+    settings = {"ctx": 2048, "device": "cuda", "kernels": KERNELS} | options
+    return Engine(MODEL, **settings)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with make_engine() as engine:
+        yield engine
+
+
+def greedy(engine, ids, new, **params):
+    settings = {"max_new_tokens": new, "ignore_eos": True} | params
+    return engine.submit(ids, SamplingParams(**settings))
+
+
+@pytest.mark.parametrize("number", range(len(ANSWERS)))
+def test_tokens_are_the_cpu_devices(engine, number):
+    answer = ANSWERS[number]
+    result = greedy(engine, answer["ids"], len(answer["tokens"])).result(60)
+    assert result.error is None
+    assert len(result.token_ids) == len(answer["tokens"])
+    assert all(-20 < p <= 0 for p in result.logprobs)
+    found = first_difference(answer, result.token_ids)
+    if found:
+        print(
+            f"prompt of {len(answer['ids'])}: token {found[0]} differs at a gap of {found[1]:.3f}"
+        )
+        assert found[1] < BOUND
+    again = greedy(engine, answer["ids"], len(answer["tokens"])).result(60)
+    assert again.token_ids == result.token_ids, "not the same twice"
+    assert again.logprobs == result.logprobs, "not the same bits twice"
+
+
+def test_a_text_goes_on_where_it_was_cut(engine):
+    """Prompt rows and decode rows leave the same keys and values, whoever wrote the text."""
+    ids = ANSWERS[3]["ids"]
+    whole = greedy(engine, ids, 40).result(60)
+    for cut in (1, 17, 30):
+        rest = greedy(engine, ids + whole.token_ids[:cut], 40 - cut).result(60)
+        same = [a == b for a, b in zip(rest.token_ids, whole.token_ids[cut:])]
+        print(f"cut at {cut}: {sum(same)} of {len(same)} tokens as before")
+        assert rest.token_ids == whole.token_ids[cut:]
+        assert rest.logprobs == whole.logprobs[cut:], "not the same bits"
+
+
+def test_stop_ids_and_lengths(engine):
+    ids = ANSWERS[2]["ids"]
+    free = greedy(engine, ids, 30).result(60).token_ids
+    at = next(i for i in range(5, 30) if free[i] not in free[:i])
+    stop = (free[at],)
+    result = greedy(engine, ids, 30, stop_token_ids=stop).result(60)
+    assert (result.token_ids, result.finish_reason) == (free[: at + 1], "stop")
+    result = greedy(engine, ids, at + 1, stop_token_ids=stop).result(60)
+    assert (result.token_ids, result.finish_reason) == (free[: at + 1], "stop")
+    late = greedy(engine, ids, at + 4, stop_token_ids=stop, min_new_tokens=at + 2).result(60)
+    assert late.token_ids[: at + 2] == free[: at + 2]
+    for new in (0, 1):
+        result = greedy(engine, ids, new).result(60)
+        assert (result.token_ids, result.finish_reason) == (free[:new], "length")
+
+
+def test_the_context_ends_a_request():
+    with make_engine(ctx=128) as engine:
+        result = greedy(engine, ANSWERS[4]["ids"], 500).result(60)
+        assert len(result.token_ids) == 128 - 65
+        assert result.finish_reason == "length"
+        with pytest.raises(PromptError, match="with ctx=128 at most 127 fit"):
+            engine.submit(ANSWERS[6]["ids"])
+
+
+@pytest.mark.parametrize("what", [{"temperature": 0.5}, {"logprobs": 1}, {"logit_bias": {5: 1.0}}])
+def test_what_it_cannot_do_is_refused(engine, what):
+    with pytest.raises(ParameterError, match="device 'cuda' decodes greedily in this release"):
+        engine.submit([1, 2, 3], SamplingParams(**what))
+
+
+def test_aborts(engine):
+    running = greedy(engine, ANSWERS[7]["ids"], 1000)
+    waiting = greedy(engine, ANSWERS[0]["ids"], 20)
+    last = greedy(engine, ANSWERS[1]["ids"], 20)
+    waiting.abort()
+    assert waiting.result(60).finish_reason == "abort"
+    running.abort()
+    assert running.result(60).finish_reason == "abort"
+    assert len(last.result(60).token_ids) == 20
+
+
+def test_park_and_go_on_while_busy(engine):
+    ids = ANSWERS[6]["ids"]
+    want = greedy(engine, ids, 200).result(60)
+    launches = engine.stats().launches
+    request = greedy(engine, ids, 200)
+    for _ in range(20):
+        with engine.parked():
+            assert float(torch.ones(8, device="cuda").sum()) == 8  # other work gets its turn
+    got = request.result(60)
+    assert (got.token_ids, got.logprobs) == (want.token_ids, want.logprobs)
+    assert engine.stats().launches >= launches + 3
+
+
+def test_ping_and_speed(engine):
+    times = sorted(engine.ping() for _ in range(20))
+    request = greedy(engine, ANSWERS[5]["ids"], 1000)
+    stamps = []
+    on_pairs = request.on_pairs
+
+    def note(ids, logprobs, accepted, step, stamp_ns):
+        stamps.append(stamp_ns)
+        on_pairs(ids, logprobs, accepted, step, stamp_ns)
+
+    request.on_pairs = note
+    request.result(60)
+    steps = np.diff(stamps) / 1e3
+    print(
+        f"ping {times[10] * 1e6:.0f} us; step: median {np.median(steps):.1f} us, "
+        f"{np.percentile(steps, 99):.1f} us at the 99th percentile, over {len(steps)} steps"
+    )
+
+
+@pytest.mark.parametrize("name", ["odd-768", "odd-960", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b"])
+def test_presets(name):
+    """Every shape: prompts around a chunk's end; a text that is cut goes on with the same bits."""
+    try:
+        engine = Engine(name, 1024, device="cuda", kernels=KERNELS)
+    except DeviceUnavailable as error:
+        pytest.skip(str(error))
+    with engine:
+        rng = np.random.default_rng(1)
+        for length in (1, 65, 300):
+            ids = rng.integers(0, engine.config.vocab, length).tolist()
+            whole = greedy(engine, ids, 24).result(60)
+            again = greedy(engine, ids + whole.token_ids[:7], 17).result(60)
+            assert again.token_ids == whole.token_ids[7:]
+            assert again.logprobs == whole.logprobs[7:]
+        with pytest.raises(PromptError, match="has no tokenizer; give the prompt as token ids"):
+            engine.submit("hello")
+
+
+STOPPED = """
+    import sys, numpy as np
+    from megadecode import Engine, SamplingParams
+    engine = Engine(sys.argv[1], 8192, device="cuda", kernels=sys.argv[2])
+    stamps = []
+    request = engine.submit([1, 5, 9], SamplingParams(max_new_tokens=6000, ignore_eos=True))
+    on_pairs = request.on_pairs
+    def note(ids, logprobs, accepted, step, stamp_ns):
+        stamps.append(stamp_ns)
+        on_pairs(ids, logprobs, accepted, step, stamp_ns)
+    request.on_pairs = note
+    request.wait(0.05)
+    print("go", flush=True)
+    result = request.result(60)
+    steps = np.diff(stamps)
+    assert len(result.token_ids) == 6000, len(result.token_ids)
+    print("longest over median", steps.max() / np.median(steps), "pauses", engine.stats().pauses)
+    assert steps.max() < 3 * np.median(steps)
+    engine.close()
+"""
+
+
+def test_a_stopped_host_is_not_noticed():
+    """SIGSTOP for a second: the device goes on, and the time stamps show it."""
+    code = textwrap.dedent(STOPPED)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, MODEL, KERNELS], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "go\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGCONT)
+    out, _ = process.communicate(timeout=60)
+    print(out)
+    assert process.returncode == 0
+
+
+HANG = """
+    import sys, time, torch
+    from megadecode import DeviceError, Engine, SamplingParams
+    engine = Engine(sys.argv[1], 1024, device="cuda", kernels=sys.argv[2])
+    engine.submit([1, 5, 9], SamplingParams(max_new_tokens=3)).result(20)
+    with engine.parked():  # CTA 77 waits for weights of the head that nobody fetches
+        engine._parts.memory["PLAN"][77, -1, 2] = 0
+        torch.cuda.synchronize()
+    start = time.monotonic()
+    try:
+        engine.submit([1, 5, 9], SamplingParams(max_new_tokens=3)).result(20)
+    except DeviceError as error:
+        print(f"{type(error).__name__} after {time.monotonic() - start:.1f} s: {error}", flush=True)
+    engine.close()
+"""
+
+
+def test_a_planted_hang_names_phase_and_cta_and_lets_the_process_end():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(HANG), MODEL, KERNELS],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    print(done.stdout, done.stderr[-2000:])
+    assert done.returncode == 0
+    assert done.stdout.startswith("DeviceHung after")
+    assert float(done.stdout.split()[2]) < 5
+    assert "in phase head: CTA 77 of 132 did not arrive" in done.stdout
