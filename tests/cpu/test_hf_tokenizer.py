@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import CONTROL, KINDS, LONG, TEMPLATE, WORDS
-from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from megadecode.errors import ModelError, PromptError
@@ -117,16 +116,16 @@ def test_no_text_becomes_a_control_token(pair: tuple[Tokenizer, Any], text: str)
 @given(text=texts)
 def test_round_trip(pair: tuple[Tokenizer, Any], text: str) -> None:
     ours, theirs = pair
-    normal = theirs.backend_tokenizer.normalizer
+    normalizer = theirs.backend_tokenizer.normalizer
     ids = ours.encode(text, specials=False)
-    expected = normal.normalize_str(text) if isinstance(normal, normalizers.NFC) else text
-    if ours.encode("a", specials=False) == ours.encode(" a", specials=False)[-1:]:
-        expected = text  # a space in front is text already
     got = ours.decode(ids)
-    if "▁" in "".join(theirs.convert_ids_to_tokens(ids)):  # U+2581 is a space there
-        assert got.replace(" ", "").replace("▁", "") == expected.replace(" ", "").replace("▁", "")
-    else:
-        assert got == expected
+    if theirs.unk_token is None and "ByteLevel" in str(theirs.backend_tokenizer.decoder):
+        assert got == (normalizer.normalize_str(text) if normalizer else text)
+    else:  # U+2581 is a space, and a word at the beginning or behind an added token gets one
+        bare = text.replace("\u2581", " ")
+        exact = not any(word in text for word in WORDS)
+        assert got.replace(" ", "") == bare.replace(" ", "")
+        assert not exact or got.lstrip(" ") == bare.lstrip(" ")
     stream = TextStream(ours)
     assert "".join(stream.push([i]) for i in ids) + stream.finish() == got
 
@@ -220,6 +219,10 @@ def test_unused_tokens_are_silent_and_unreachable(written: Path) -> None:
     [
         ({"ggml.scores": None}, "tokenizer.ggml.scores is missing, but should be of type ndarray"),
         ({"ggml.scores": np.zeros(3, np.float32)}, "tokenizer.ggml.scores has 3 entries for "),
+        (
+            {"ggml.remove_extra_whitespaces": True},
+            "tokenizer.ggml.remove_extra_whitespaces is not supported",
+        ),
         ({"ggml.add_eos_token": True}, "tokenizer.ggml.add_eos_token is not supported: a prompt"),
     ],
 )
@@ -286,8 +289,9 @@ def test_templates(folder: Path) -> None:
         said()
     assert str(caught.value) == f"{settings}: chat_template is 5; expected text"
     edit(settings, lambda v: v.update(chat_template="{% if %}"))
-    with pytest.raises(ModelError, match="the chat template cannot be compiled"):
+    with pytest.raises(ModelError) as caught:
         said()
+    assert str(caught.value).startswith(f"{settings}: the chat template cannot be compiled: ")
 
 
 def test_tokens_that_only_the_settings_know(folder: Path) -> None:
