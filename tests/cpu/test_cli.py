@@ -10,7 +10,7 @@ from command_line import command
 from engine_checks import CHILD
 
 import megadecode
-from megadecode import ParameterError, PromptError
+from megadecode import ParameterError, PromptError, Request
 from megadecode.cli import app
 from megadecode.commands import _common
 from megadecode.doctor import checks
@@ -72,6 +72,21 @@ def test_errors_are_one_line_and_exit_code_one(words, message):
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_an_interrupt_ends_an_answer_early(model_path, monkeypatch):
+    """What has come by then is shown, and the exit code says why there is no more."""
+    chunks = Request.__iter__
+
+    def interrupted(self):
+        yield next(chunks(self))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Request, "__iter__", interrupted)
+    done = command("run", "--ctx", "1024", "--max-new-tokens", "900", "Tell me a long story.")
+    assert done.returncode == 130
+    assert done.stdout.strip()
+    assert "finish: abort" in done.stderr
 
 
 def test_a_command_is_a_file():
