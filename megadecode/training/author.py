@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]
 TURN_TOKENS = 64
 SHORT_TURN = 4
 TURNS_CONTEXT, SHORT_CONTEXT, REWRITE_CONTEXT = 128, 512, 1024
-KV_BYTES = {"cuda": 20 << 30, "cpu": 1 << 30}
+KV_BYTES = {"cuda": 16 << 30, "cpu": 1 << 30}
 """Of one batch's keys and values; batches of all context classes stay allocated side by side."""
 AHEAD = 4
 """Batches of fresh prompts that are sorted by length together: a batch then has little to wait."""

@@ -119,8 +119,10 @@ class Lockstep:
                 self._step(keys)
             torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()
+            # One memory pool: the steps are never replayed at the same time.
+            pool = next((graph.pool() for graph in self._graphs.values()), None)
             self._graphs[keys] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graphs[keys]):
+            with torch.cuda.graph(self._graphs[keys], pool=pool):
                 self._step(keys)
 
     @torch.no_grad()
