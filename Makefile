@@ -44,6 +44,7 @@ lint: $(VENV)/installed-test
 format: $(VENV)/installed-test
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
+	$(PY) -m experiments.links
 
 $(PY):
 	@command -v $(PYTHON) >/dev/null || { echo '$(PYTHON) not found; set PYTHON=' >&2; exit 2; }

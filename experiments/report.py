@@ -13,6 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megadecode.training.card import tau_table
+
+SHIPPED = Path(__file__).parent.parent / "megadecode" / "drafter" / "shipped"
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
@@ -90,6 +93,45 @@ def speculation() -> list[str]:
     return [*lines, "", f"Building one tree, us: {trees}."]
 
 
+def drafter() -> list[str]:
+    """The shipped drafter: what it is worth, and what it brings on the CPU."""
+    record = SHIPPED / "smollm2-135m.json"
+    if not record.exists():
+        return []
+    run = json.loads(record.read_text(encoding="utf-8"))
+    lines = [
+        f"**The drafter of smollm2-135m** ({run['drafter']['layers']} layers, blocks of "
+        f"{run['drafter']['block_size']}; trained {run['seconds']:.0f} s on one {run['device']}). "
+        "Tokens committed per verify step along the engine's own walk over held-out texts; N: rows "
+        "of a tree.",
+        "",
+        *tau_table(run["tables"], by="margins"),
+    ]
+    if speed := read("drafter_speed"):
+        lines += [
+            "",
+            f"On {speed['threads']} threads, default settings, alternating with speculation off on "
+            f"{len(speed['turns'])} chat prompts: **{speed['ratio']:.2f}x** tokens per second over "
+            f"all, {speed['median_ratio']:.2f}x in the median prompt, text identical, speculating "
+            f"in {speed['share_of_steps_that_speculate']:.0%} of steps ({_where(speed)}).",
+        ]
+    if tau := read("drafter_tau"):
+        worst = max(abs(case["difference"]) for case in tau["cases"])
+        lines += [
+            "",
+            f"The evaluator's tau and the engine's on {tau['prompts']} prompts differ by "
+            f"{worst:.2%} at most ({_where(tau)}).",
+        ]
+    if llama := read("drafter_llama"):
+        ours, theirs = (llama["accepted_per_draft"][side] for side in ("ours", "theirs"))
+        lines += [
+            "",
+            f"The exported drafter in llama.cpp on {len(llama['turns'])} prompts: {theirs:.3f} "
+            f"tokens accepted per draft, our chain {ours:.3f} ({_where(llama)}).",
+        ]
+    return lines
+
+
 def handoffs() -> list[str]:
     """The study behind the GPU kernel."""
     result = read("handoffs")
@@ -116,7 +158,7 @@ def handoffs() -> list[str]:
 
 def figures() -> str:
     """Everything between the markers."""
-    parts = [part for part in (cpu_speed(), ping(), speculation(), handoffs()) if part]
+    parts = [part for part in (cpu_speed(), ping(), speculation(), drafter(), handoffs()) if part]
     body = "\n\n".join("\n".join(part) for part in parts)
     return f"{BEGIN}\n{body}\n{END}"
 

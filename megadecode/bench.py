@@ -19,6 +19,7 @@ from megadecode.doctor import machine_name
 from megadecode.engine import Engine
 from megadecode.errors import MegadecodeError, ParameterError
 from megadecode.options import size
+from megadecode.prompt import Prompt
 from megadecode.request import Generation
 from megadecode.sampling import SamplingParams
 from megadecode.trace import bytes_per_step, decode_steps_of, stage_us
@@ -60,7 +61,7 @@ class Round:
 def bench(
     model: Any,
     *,
-    prompts: Sequence[str] = PROMPTS,
+    prompts: Sequence[Prompt] = PROMPTS,
     tokens: int = 128,
     rounds: int = 3,
     say: Callable[[str], None] = lambda text: None,
@@ -92,7 +93,7 @@ def bench(
 
 def _measure(
     sides: dict[str, Engine],
-    prompts: list[str],
+    prompts: list[Prompt],
     params: SamplingParams,
     rounds: int,
     say: Callable[[str], None],
@@ -105,9 +106,7 @@ def _measure(
             results, one = _round(sides[name], prompts, params)
             found = [result.token_ids for result in results]
             if texts is not None and found != texts:
-                raise Void(
-                    f"round {number}, {name}: other tokens than before; the figures are void"
-                )
+                raise Void(f"round {number}, {name}, gave other tokens: the figures are void")
             texts = found
             if number:
                 measured[name].append(one)
@@ -115,7 +114,7 @@ def _measure(
 
 
 def _round(
-    engine: Engine, prompts: list[str], params: SamplingParams
+    engine: Engine, prompts: list[Prompt], params: SamplingParams
 ) -> tuple[list[Generation], Round]:
     engine.park()
     bandwidth = engine.read_gb_per_s()

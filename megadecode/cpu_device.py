@@ -315,5 +315,6 @@ def _drafter(
         for _ in range(2)
     ]  # fmt: skip
     acts = allocate_acts(model, most, block_rows, slots, table, o.workers)
-    half = Model(dims_of(model), weights, allocate_kv(model, o.pages), batches[0], acts)
+    dims = dims_of(model)._replace(vocab=len(shape.draft_tokens) or shape.vocab)
+    half = Model(dims, weights, allocate_kv(model, o.pages), batches[0], acts)
     return half, draft, Context(batches[1], np.zeros(most, np.int64))

@@ -70,7 +70,7 @@ def _take(key: tuple[Any, ...]) -> _Kept:
         _replace(_kept)
     if _kept is None:
         model, ctx, device, draft, budget = key
-        _kept = _Kept(key, Engine(model, ctx, slots=4, device=device, draft=draft, budget=budget))
+        _kept = _Kept(key, Engine(model, ctx, device=device, draft=draft, budget=budget))
     return _kept
 
 

@@ -58,6 +58,7 @@ class Draft(NamedTuple):
     taps: np.ndarray  # [t] int32: target layers, in the order of fc's columns
     window: np.ndarray  # [D] int32: positions a layer's row sees, its own included; 0: all
     causal: np.ndarray  # [D] int32: 1 where a block row does not see later ones
+    tokens: np.ndarray  # [R] int32: what row of the head is which token, ascending; [0]: each is
     features: np.ndarray  # [target rows, (t * H)*] float32
     context: np.ndarray  # [context rows, H*] float32: W_fc f, before its norm
 

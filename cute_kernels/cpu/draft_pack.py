@@ -46,6 +46,9 @@ def pack_drafter(
         # The logits are linear in it, so a scale of theirs costs nothing here.
         final_norm=weights.final_norm * np.float32(config.output_multiplier),
     )
+    tokens = np.array(config.draft_tokens, np.int32)
+    if tokens.size:
+        weights = weights._replace(head=_rows_of_head(target.head, tokens))
     fc = np.asarray(get("fc"), np.float32)
     norm = np.asarray(get("context_norm"), np.float32)
     for name, tensor, shape in (
@@ -64,9 +67,19 @@ def pack_drafter(
         taps=np.array(config.taps, np.int32),
         window=np.array([config.window_of(layer) or 0 for layer in layers], np.int32),
         causal=np.array([config.causal(layer) for layer in layers], np.int32),
+        tokens=tokens,
         features=_rows(target_rows, config.feature_size),
         context=_rows(context_rows, config.hidden),
     )
+
+
+def _rows_of_head(head: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The packed head of some tokens, a multiple of 32."""
+    some = head[tokens // LANES, :, tokens % LANES]  # [R, H]
+    tiles = some.reshape(-1, LANES, some.shape[1]).transpose(0, 2, 1)
+    packed = pack.allocate(tiles.nbytes).view(head.dtype).reshape(tiles.shape)
+    packed[...] = tiles
+    return packed
 
 
 def _rows(rows: int, size: int) -> np.ndarray:

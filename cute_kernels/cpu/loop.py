@@ -150,8 +150,8 @@ def _run_drafting(phase, layer, loop, target, drafter, draft, worker, workers, o
         drafting.draft_attend(dims, weights, draft, kv, batch, acts, layer, worker, counters, op)
     elif phase == _DRAFT_RANK:
         draft_rank(
-            dims, sched, batch, acts, loop.ranked, loop.script, loop.limits.first_drafted,
-            loop.space, worker, workers, counters, op,
+            dims, sched, batch, acts, draft.tokens, loop.ranked, loop.script,
+            loop.limits.first_drafted, loop.space, worker, workers, counters, op,
         )  # fmt: skip
     elif phase == _TREE:
         grow_trees(

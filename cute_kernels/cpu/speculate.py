@@ -68,10 +68,12 @@ def make_ranked(slots: int, candidates: int) -> Ranked:
 
 @jit
 def draft_rank(
-    dims, sched, draft, acts, ranked, script, first_drafted, space, worker, workers, counters, op
-):
+    dims, sched, draft, acts, tokens, ranked, script, first_drafted, space, worker, workers,
+    counters, op,
+):  # fmt: skip
     """One item per drafted position: its likeliest tokens. Row `first_drafted` of a block predicts
-    the token behind the anchor (1: rows predict their own position; 0: the one behind it)."""
+    the token behind the anchor (1: rows predict their own position; 0: the one behind it).
+    `tokens`: see `Draft`."""
     item = worker
     while item < draft.count[1]:
         row = draft.head_row[item]
@@ -91,6 +93,8 @@ def draft_rank(
             total = np.float32(logsumexp(logits, dims.vocab))
             for i in range(width):
                 ranked.logprobs[s, at, i] -= total
+                if tokens.size > 0:
+                    ranked.ids[s, at, i] = tokens[ranked.ids[s, at, i]]
         item = workers + fetch_add(counters, op * 8, 1)
 
 

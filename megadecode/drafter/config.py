@@ -7,6 +7,7 @@ from the target's residual stream after the layers `taps`, and to one another.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -41,6 +42,8 @@ class DrafterConfig:
     prediction: what row k of the block stands for. `same`: position n + k (the anchor row predicts
     nothing); `next`: position n + k + 1.
     target_fingerprint: see `megadecode.drafter.fingerprint`; None: the target is not known.
+    draft_tokens: the tokens that are ever drafted, ascending, a multiple of 32 of them; empty: all.
+    The head, which is most of a small drafter's cost, is computed for these alone.
 
     Raises ModelError, naming the key, what was found and what was expected.
     """
@@ -68,6 +71,7 @@ class DrafterConfig:
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     target_fingerprint: str | None = None
+    draft_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for key in (*_SIZES, "block_size"):
@@ -85,6 +89,7 @@ class DrafterConfig:
                 "mask_token_id", self.mask_token_id, f"a token id from 0 to {self.vocab - 1}"
             )
         self._check_layers()
+        self._check_draft_tokens()
         for key in ("rope_theta", "input_embedding_scale", "output_multiplier"):
             value = getattr(self, key)
             if not _is_number(value) or value <= 0:
@@ -124,6 +129,17 @@ class DrafterConfig:
                 self._refuse("layer_types", kind, f"{FULL!r} or {SLIDING!r}")
         if SLIDING in kinds and (not _is_integer(self.window) or (self.window or 0) < 1):
             self._refuse("window", self.window, "a positive integer, as there are sliding layers")
+
+    def _check_draft_tokens(self) -> None:
+        tokens = self.draft_tokens
+        if not tokens:
+            return
+        if not isinstance(tokens, tuple) or len(tokens) % 32:
+            self._refuse("draft_tokens", f"{len(tokens)} ids", "a tuple of a multiple of 32 ids")
+        if not all(_is_integer(t) and 0 <= t < self.vocab for t in tokens):
+            self._refuse("draft_tokens", "a list with others", f"ids from 0 to {self.vocab - 1}")
+        if any(a >= b for a, b in itertools.pairwise(tokens)):
+            self._refuse("draft_tokens", "out of order", "ids that ascend")
 
     def _refuse(self, key: str, found: object, expected: str) -> None:
         raise ModelError(f"drafter {self.name!r}: {key} is {found!r}; expected {expected}")
@@ -192,8 +208,8 @@ class DrafterConfig:
         """The inverse of `to_dict`. ModelError for an unknown or missing key."""
         known = dict(values)
         try:
-            for key in ("taps", "layer_types"):
-                known[key] = tuple(known[key])
+            for key in ("taps", "layer_types", "draft_tokens"):
+                known[key] = tuple(known.get(key, ()) if key == "draft_tokens" else known[key])
             if known.get("yarn") is not None:
                 known["yarn"] = Yarn(**known["yarn"])
             return cls(**known)

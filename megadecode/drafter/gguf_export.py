@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from megadecode.drafter.config import SLIDING
 from megadecode.drafter.io import Drafter
 from megadecode.errors import ModelError
+from megadecode.models.gguf_file import load
 
 ARCHITECTURE = "dflash"
 _TOP = {"fc": "fc", "context_norm": "enc.output_norm", "final_norm": "output_norm"}
@@ -61,6 +63,10 @@ def export_gguf(
         inner = field.types[-1] if kind == GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), kind, inner)
     writer.add_mask_token_id(drafter.config.mask_token_id)
+    if tokens := drafter.config.draft_tokens:
+        # Its own, smaller head, and which token each of the head's rows is.
+        writer.add_tensor("output.weight", load(source).tensor("head")[list(tokens)])
+        writer.add_tensor("d2t", np.array(tokens, np.int64))
     for canonical, stored in _names(drafter.config.layers).items():
         writer.add_tensor(f"{stored}.weight", drafter.get(canonical))
     writer.write_header_to_file()

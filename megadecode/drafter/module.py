@@ -73,10 +73,16 @@ class DrafterModule(nn.Module):
         return self.norm(x).unflatten(1, (blocks, rows))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., vocab] of hidden states [..., hidden]."""
+        """[..., vocab] of hidden states [..., hidden]; -inf for tokens that are never drafted."""
         logits = F.linear(hidden, self.head) * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        if not self.config.draft_tokens:
+            return logits
+        drafted = torch.tensor(self.config.draft_tokens, device=logits.device)
+        never = torch.ones(self.config.vocab, dtype=torch.bool, device=logits.device)
+        return logits.masked_fill(never.index_fill(0, drafted, False), -torch.inf)
 
     def draft(self, features: torch.Tensor, anchor: int, n: int) -> torch.Tensor:
         """Logits [drafted, vocab]: row i is the drafted marginal of position n + 1 + i.

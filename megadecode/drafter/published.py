@@ -21,7 +21,7 @@ _UNDERSTOOD = {
     "target_layer_ids", "mask_token_id", "mask_token", "block_size", "num_target_layers",
     "is_causal", "causal", "sample_from_anchor", "query_zero_predicts_next", "layer_types",
     "sliding_window", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
-    "target_fingerprint",
+    "target_fingerprint", "draft_tokens",
 }  # fmt: skip
 # Keys that are understood only with this value, in either table.
 _ONLY: dict[str, tuple[object, ...]] = {
@@ -134,6 +134,7 @@ def read_published(name: str, values: dict[str, Any], target_layers: int | None)
         # Published checkpoints write 0 for none.
         final_logit_softcapping=keys.find("final_logit_softcapping") or None,
         target_fingerprint=keys.find("target_fingerprint"),
+        draft_tokens=tuple(keys.find("draft_tokens", default=())),
     )
 
 
@@ -223,11 +224,12 @@ def published_values(config: DrafterConfig) -> dict[str, Any]:
         "target_layer_ids": list(config.taps),
         "sample_from_anchor": config.prediction == "next",
     }
-    optional = {
+    optional: dict[str, tuple[Any, Any]] = {
         "input_embedding_scale": (config.input_embedding_scale, 1.0),
         "output_multiplier": (config.output_multiplier, 1.0),
         "final_logit_softcapping": (config.final_logit_softcapping, None),
         "target_fingerprint": (config.target_fingerprint, None),
+        "draft_tokens": (list(config.draft_tokens), []),
     }
     table |= {key: value for key, (value, default) in optional.items() if value != default}
     values: dict[str, Any] = {

@@ -56,6 +56,16 @@ def _values(table: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _drafted(run: dict[str, Any]) -> str:
+    drafted = run.get("drafted_tokens")
+    if not drafted:
+        return ""
+    return (
+        f" It drafts the {drafted['count']} tokens that its target writes most, "
+        f"{drafted['share_of_corpus']:.2%} of the training text."
+    )
+
+
 def card(run: dict[str, Any]) -> str:
     """Markdown of one training run's record.
 
@@ -73,7 +83,8 @@ def card(run: dict[str, Any]) -> str:
         f"{drafter['block_size']}, features of the target's layers "
         f"{', '.join(map(str, drafter['taps']))}. It belongs to the target with the fingerprint "
         f"`{drafter['target_fingerprint']}` and is refused by any other. It never changes a text, "
-        "only how fast it comes. Licence: Apache-2.0, as the project's and the target's.",
+        f"only how fast it comes.{_drafted(run)} Licence: Apache-2.0, as the project's and the "
+        "target's.",
         "",
         "## Data",
         "",

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from megadecode.drafter.module import DrafterModule
-from megadecode.training.walk import Policy, accepted, policies, repeats_itself, true_rows, walk
+from megadecode.training.corpus import loop_start
+from megadecode.training.walk import Policy, accepted, policies, true_rows, walk
 
 Features = Callable[[Sequence[int]], torch.Tensor]
 """A text's token ids -> the target's features of all positions, [positions, taps, hidden]."""
@@ -137,6 +138,7 @@ class Scored:
     commits: dict[str, list[int]]  # per policy, tokens of each verify step
     hits: NDArray[np.int64]  # [ranks, drafted] true tokens among the first so many candidates
     chances: NDArray[np.int64]  # [drafted] anchors at which the position has a true token
+    loops: bool  # whether the answer repeats itself
 
 
 def score(
@@ -160,7 +162,7 @@ def score(
     right = (drafts.ids == truth[..., None]) & known[..., None]
     right &= np.arange(drafts.ids.shape[2]) < drafts.widths[..., None]
     hits = np.stack([right[..., :rank].any(-1).sum(0) for rank in RANKS])
-    return Scored(text, commits, hits, known.sum(0))
+    return Scored(text, commits, hits, known.sum(0), loop_start(text.answer) is not None)
 
 
 def summary(scored: Sequence[Scored], kinds: Sequence[Policy]) -> dict[str, Any]:
@@ -208,8 +210,8 @@ def tables(scored: Sequence[Scored], kinds: Sequence[Policy]) -> list[dict[str, 
                 ]
                 if not some:
                     continue
-                looping = [s for s in some if repeats_itself(s.text.answer)]
-                kept = [s for s in some if not repeats_itself(s.text.answer)]
+                looping = [s for s in some if s.loops]
+                kept = [s for s in some if not s.loops]
                 found.append(
                     {
                         "domain": domain,

@@ -112,15 +112,3 @@ def walk(accepted_at: NDArray[np.int64]) -> list[int]:
         commits.append(min(int(accepted_at[at]) + 1, last - at))
         at += commits[-1]
     return commits
-
-
-def repeats_itself(tokens: Sequence[int], gram: int = 16, times: int = 3) -> bool:
-    """Whether some `gram` tokens in a row occur `times` times. A small greedy model falls into
-    loops, and a loop is easy to draft."""
-    seen: dict[tuple[int, ...], int] = {}
-    for i in range(len(tokens) - gram + 1):
-        key = tuple(tokens[i : i + gram])
-        seen[key] = seen.get(key, 0) + 1
-        if seen[key] >= times:
-            return True
-    return False

@@ -30,7 +30,7 @@ NAMES = [5, None, True, ["a"], b"x", WRONG]
 ENGINE = {
     "model": NAMES,
     "ctx": [*INTEGERS, None],
-    "slots": [*INTEGERS, None],
+    "slots": INTEGERS,
     "device": NAMES,
     "draft": NAMES,
     "budget": [*INTEGERS, None],
@@ -145,7 +145,7 @@ def test_sampling_parameters(name, value):
 
 @pytest.mark.parametrize(("name", "value"), cases(RUN))
 def test_run(name, value, monkeypatch):
-    monkeypatch.setattr("megadecode.engine._load", lambda name: (model(), None))
+    monkeypatch.setattr("megadecode.engine._load", lambda *_: (model(), None))
     with pytest.raises(REFUSED):
         megadecode.run(**{"prompt": [1, 2], "ctx": 512, "draft": "off"} | {name: value})
     close_kept()

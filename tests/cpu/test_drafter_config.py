@@ -64,6 +64,18 @@ def test_sliding_layers_are_causal_and_full_ones_are_not_unless_told() -> None:
         ({"prediction": "last"}, "prediction is 'last'; expected 'same' or 'next'"),
         ({"mask_token_id": 203}, "mask_token_id is 203; expected a token id from 0 to 202"),
         ({"mask_token_id": None}, "mask_token_id is None; expected a token id from 0 to 202"),
+        (
+            {"draft_tokens": tuple(range(31))},
+            "draft_tokens is '31 ids'; expected a tuple of a multiple of 32 ids",
+        ),
+        (
+            {"draft_tokens": (*range(31), 203)},
+            "draft_tokens is 'a list with others'; expected ids from 0 to 202",
+        ),
+        (
+            {"draft_tokens": (1, 0, *range(2, 32))},
+            "draft_tokens is 'out of order'; expected ids that ascend",
+        ),
         ({"layers": 0}, "layers is 0; expected a positive integer"),
         ({"hidden": 64.0}, "hidden is 64.0; expected a positive integer"),
         ({"kv_heads": 3}, "heads is 4; expected a multiple of kv_heads, which is 3"),

@@ -50,7 +50,7 @@ def test_the_published_layout(tmp_path, tensors) -> None:
     config = variant(
         name="published", target_fingerprint=fingerprint(target()),
         layer_types=("sliding_attention", "full_attention", "full_attention"), window=33,
-        yarn=Yarn(4.0, 512),
+        yarn=Yarn(4.0, 512), draft_tokens=tuple(range(9, 73)),
     )  # fmt: skip
     write_checkpoint(tmp_path / "published", config, tensors)
     read = load_drafter(tmp_path / "published", target())

@@ -14,6 +14,7 @@ from megadecode.drafter import Yarn
 from megadecode.drafter.config import SLIDING
 from megadecode.drafter.gguf_export import export_gguf
 from megadecode.errors import ModelError
+from megadecode.models.gguf_file import load
 
 CONFIG = td.variant(
     hidden=TINY.hidden, heads=TINY.heads, kv_heads=TINY.kv_heads, head_dim=TINY.head_dim,
@@ -73,6 +74,14 @@ def test_tensors_are_the_drafters(target, tmp_path):
     assert stored.keys() == {f"{name}.weight" for name in names.values()}
     for canonical, name in names.items():
         np.testing.assert_array_equal(stored[f"{name}.weight"], drafter.get(canonical))
+
+
+def test_a_smaller_vocabulary_brings_its_own_head(target, tmp_path):
+    tokens = tuple(range(3, 99))
+    _, reader = export(target, tmp_path, draft_tokens=tokens)
+    stored = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert stored["d2t"].tolist() == list(tokens) and stored["d2t"].dtype == np.int64
+    np.testing.assert_array_equal(stored["output.weight"], load(target).tensor("head")[3:99])
 
 
 def test_windows(target, tmp_path):

@@ -1,5 +1,6 @@
 """Nothing lost: thousands of requests, races of park and submit, and a host that stands still."""
 
+import asyncio
 import ctypes
 import random
 import threading
@@ -9,7 +10,7 @@ import pytest
 from engine_checks import check_all_returned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_model import CONFIG, greedy, prompt, tiny_engine
+from tiny_model import CONFIG, Spelled, greedy, model, prompt, tiny_engine
 
 from host.wire import Activity, Word
 from megadecode import ParameterError, PromptError, SamplingParams
@@ -213,54 +214,91 @@ PARAMS = st.fixed_dictionaries(
         "logit_bias": st.one_of(
             st.dictionaries(st.integers(0, 199), st.floats(-200, 200), max_size=4), ANYTHING
         ),
-        "stop": ANYTHING,
+        "stop": st.one_of(
+            st.text("abcxyz\u00e9", min_size=1, max_size=3),
+            st.lists(st.text("abc", min_size=1, max_size=2), max_size=3),
+            ANYTHING,
+        ),
+        "max_tokens": st.just(3),
     },
 )
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.text(max_size=9)}
+    ),
+    max_size=3,
+)
 PROMPTS = st.one_of(
-    TOKENS, TOKENS, st.lists(st.integers(-3, 203), max_size=6), st.lists(ANYTHING, max_size=3),
-    ANYTHING, st.lists(st.dictionaries(st.text(max_size=3), ANYTHING, max_size=2), max_size=2),
+    TOKENS, TOKENS, st.text(max_size=20), MESSAGES, st.lists(st.integers(-3, 203), max_size=6),
+    st.lists(ANYTHING, max_size=3), ANYTHING,
+    st.lists(st.dictionaries(st.text(max_size=3), ANYTHING, max_size=2), max_size=2),
     st.integers(500, 530).map(prompt),
 )  # fmt: skip
 
 
+WAYS = st.sampled_from(["submit", "stream", "generate", "agenerate", "leave"])
+FLAGS = st.one_of(st.booleans(), st.booleans(), ANYTHING)
+
+
 @pytest.fixture(scope="module")
 def shared():
-    with tiny_engine(slots=3, park_after_s=0.05) as engine:
+    with tiny_engine(model=Spelled(model()), slots=3, park_after_s=0.05) as engine:
         yield engine, greedy(engine, prompt(11), 12)[0]
 
 
-def any_parameters(shared, ids, values):
+def ask(engine, way, ids, params, chat):
+    """One request through a part of the public interface; its result, or None when it was left."""
+    if way == "submit":
+        request = engine.submit(ids, params, chat=chat)
+        if request.prompt_tokens + params.max_new_tokens > 100:
+            request.abort()
+        return request.result(20)
+    if way == "generate":
+        return engine.generate([ids, ids], [params, params], chat=chat)[1]
+    if way == "agenerate":
+        asking = engine.agenerate(ids, params, chat=chat)
+        return asyncio.run(asyncio.wait_for(asking._result(), 20))
+    for chunk in engine.stream(ids, params, chat=chat):
+        assert chunk.text or chunk.token_ids
+        if way == "leave":
+            break
+    return None
+
+
+def any_parameters(shared, way, ids, values, chat):
     """Refused with a message, or served to the end; the engine stays as it was either way."""
     engine, want = shared
     neighbour = engine.submit(prompt(11), SamplingParams(max_new_tokens=12, ignore_eos=True))
     try:
-        request = engine.submit(ids, SamplingParams(**values))
-    except (ParameterError, PromptError):
-        pass
+        params = SamplingParams(**{"max_new_tokens": 12} | values)
+        result = ask(engine, way, ids, params, chat)
+    except (ParameterError, PromptError) as error:
+        assert str(error)
     else:
-        if request.prompt_tokens + values.get("max_new_tokens", 256) > 100:
-            request.abort()
-        result = request.result(20)
-        assert result.finish_reason in ("stop", "length", "abort")
-        assert len(result.token_ids) <= values.get("max_new_tokens", 256)
+        if result is not None:
+            assert result.finish_reason in ("stop", "length", "abort")
+            assert len(result.token_ids) == len(result.logprobs) <= params.max_new_tokens
+            assert (result.stop_reason is not None) == (result.finish_reason == "stop")
+            assert not any(stop in result.text for stop in params.stop) or params.min_new_tokens
     assert neighbour.result(20).token_ids == want
 
 
+ANY = dict(way=WAYS, ids=PROMPTS, values=PARAMS, chat=FLAGS)
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=QUIET)
-@given(ids=PROMPTS, values=PARAMS)
-def test_any_parameters_are_refused_or_served(shared, ids, values):
-    any_parameters(shared, ids, values)
+@given(**ANY)
+def test_any_parameters_are_refused_or_served(shared, way, ids, values, chat):
+    any_parameters(shared, way, ids, values, chat)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @settings(max_examples=10_000, deadline=None, suppress_health_check=QUIET)
-@given(ids=PROMPTS, values=PARAMS)
-def test_ten_thousand_parameter_sets(shared, ids, values):
-    any_parameters(shared, ids, values)
+@given(**ANY)
+def test_ten_thousand_parameter_sets(shared, way, ids, values, chat):
+    any_parameters(shared, way, ids, values, chat)
 
 
 def test_after_all_of_it_nothing_is_missing(shared):

@@ -133,7 +133,8 @@ def test_rounds_at_temperature_one_without_a_fault(rounds, budget):
             prompt, how = jobs[5 * rng.randrange(8)]
             at = jobs.index((prompt, how))
             assert exact(run(plain, [(prompt, how)])[0]) == exact(results[at])
-        # How much `auto` drafts depends on this machine's times; that it drafts at all does not.
+        # How much `auto` drafts here depends on the machine's times, see test_policy for that; that
+        # it drafts at all does not.
         assert committed > (1.5 if budget == 15 else 1.0) * steps
         check_all_returned(speculating)
 

@@ -23,34 +23,16 @@ from speculative import (
     target,
     truth,
 )
+from tiny_model import Spelled
 
 PROMPT = ids(57, seed=2)
 DEPTH = 7
 VOCAB = td.TARGET.vocab
 
 
-class Spelled:
-    """The tiny target with a tokenizer: token i is written as three bytes.
-
-    Ids below 100 are two letters and the first byte of 'é', the others the second byte of 'é' and
-    two letters, so that characters are cut by tokens, whole or broken, as the text has it.
-    """
-
-    def __init__(self):
-        self.config, self.tensor = target().config, target().tensor
-        self.vocab_size = VOCAB
-
-    def tokenizer(self):
-        return self
-
-    def token_bytes(self, token):
-        letters = bytes((97 + token % 26, 97 + token // 26))
-        return letters + b"\xc3" if token < 100 else b"\xa9" + letters
-
-
 @pytest.fixture(scope="module")
 def plain():
-    with engine(model=Spelled()) as plain:
+    with engine(model=Spelled(target())) as plain:
         yield plain
 
 
@@ -62,7 +44,7 @@ def text(plain):
 
 @pytest.fixture(scope="module", params=["chain", "tree"])
 def speculating(request):
-    with scripted(model=Spelled(), budget=DEPTH, shape=request.param) as speculating:
+    with scripted(model=Spelled(target()), budget=DEPTH, shape=request.param) as speculating:
         yield speculating
         check_all_returned(speculating)
 
