@@ -65,7 +65,9 @@ def train_drafter(
     target = TorchTarget(model, settings.device)
     corpus, texts = _corpus(model, target, where, settings, said)
     compiled = TorchTarget(model, settings.device, fused=True) if settings.fused else target
-    trainer = Trainer(compiled, corpus, settings.recipe, settings.mask_token_id)
+    trainer = Trainer(
+        compiled, corpus, settings.recipe, settings.mask_token_id, fused=settings.fused
+    )
     watched = _train(trainer, corpus, where / "checkpoint.pt", settings, said)
     trainer.write(where / "drafter.safetensors")
     tables = judge(trainer.module, target, texts, said)
