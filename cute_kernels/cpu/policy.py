@@ -133,8 +133,8 @@ def note_step(policy, rows, tokens, target_ns, draft_ns, drafted):
 
 @jit
 def open_slot(slot):
-    """A new request: drafting is tried again. What the slot's last one has learned about the drafter
-    is kept, for it is the same drafter."""
+    """A new request: drafting is tried again. What the slot's last one has learned is kept: it had
+    the same drafter."""
     slot.rest = 0
     slot.idle_rounds = min(slot.idle_rounds, _REMEMBERED_ROUNDS)
     slot.profit = max(slot.profit, np.float32(0.0))

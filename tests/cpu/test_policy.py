@@ -73,9 +73,9 @@ class Drafter:
 
 
 def play(drafter, machine, draft_ms, noise=0.05, seed=1, slow_from=STEPS, slots=1, length=STEPS):
-    """Requests of `length` steps. Tokens per ms of the automatic budget over the later two thirds, its share of steps with
-    nodes, and its budgets. From step `slow_from` on the machine takes twice the time. All slots
-    see the same drafts."""
+    """Tokens per ms of the automatic budget over the later two thirds, its share of steps with
+    nodes, and its budgets. Requests take `length` steps each; from step `slow_from` on the machine
+    takes twice the time. All slots see the same drafts."""
     rng = np.random.default_rng(seed)
     policy, all_slots = make_policy(), np.zeros(slots, SLOT)
     tokens = ms = 0.0
