@@ -16,16 +16,23 @@ from cutlass import Int32, Int64, Uint32
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.board import WORD, Board, Desc
+from cute_kernels.gpu.config import LAYER_KINDS
 from cute_kernels.gpu.core import arg, desc_word, note_phase
 from cute_kernels.gpu.gemm import plan_entry
 from cute_kernels.gpu.prompt_attention import attend, keys_written, produce_keys, write_keys
 from cute_kernels.gpu.prompt_plan import PARTS, ROW_TILE
-from cute_kernels.gpu.ring import produce, skip
-from cute_kernels.gpu.rows_gemm import Rows, add_parts, embed_residual, embed_rows, rows_gemm
+from cute_kernels.gpu.ring import skip
+from cute_kernels.gpu.rows_gemm import (
+    Rows,
+    add_parts,
+    embed_residual,
+    embed_rows,
+    produce_rows,
+    rows_gemm,
+)
 from cute_kernels.gpu.sync import ptx_read
 
 QKV, O, GU, DOWN = range(4)
-KIND_OF = {"qkv": QKV, "o": O, "gu": GU, "down": DOWN}
 
 
 def chunk(k, rows, position):
@@ -117,7 +124,8 @@ def run_layers(
 
 
 def prefetched(k):
-    """Copies of phase 0 that the producer issues before it knows the step: kernel.py."""
+    """Copies of phase 0 that the producer issues before it knows the step (kernel.py), in the order
+    of a DECODE step: of no use here."""
     _, _, copies, _ = plan_entry(k, Int32(0))
     return cutlass.min(copies, k.ring.n)
 
@@ -130,41 +138,11 @@ def step_chunk(k):
 def run_prompt(k: cutlass.Constexpr, stage: Int32, parity: Int32):
     """Consumer warps: the PROMPT step of the descriptor. Returns the place in the ring."""
     first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
-    if first > 0:
-        stage, parity = skip(k.ring, stage, parity, prefetched(k))
+    stage, parity = skip(k.ring, stage, parity, prefetched(k))
     return run_layers(k, step_chunk(k), first, last, stage, parity)
 
 
 # -- the producer --------------------------------------------------------------------------------
-@cute.jit
-def produce_layers(
-    k: cutlass.Constexpr, p: cutlass.Constexpr, first: Int32, last: Int32, at: Int64,
-    prefetched: Int32, stage: Int32, parity: Int32, issued: Int32, landed: Int32,
-    landed_parity: Int32, only: cutlass.Constexpr = "",
-):  # fmt: skip
-    """The producer warp: the KV blocks and weights of phases [first, last), in the order in which
-    the consumers take them. at: stream address of phase `first`'s copies behind the `prefetched`
-    ones. Returns the state of `ring.issue`."""
-    _, _, copies, n_bytes = plan_entry(k, first)
-    copies = copies - prefetched
-    for phase in cutlass.range(first, last, unroll=1):
-        # one phase ahead, so that the look-up never holds up the stream
-        _, _, more, more_bytes = plan_entry(k, cutlass.min(phase + 1, last - 1))
-        if cutlass.const_expr(has(only, "attention")):
-            if (phase & 3) == O:
-                stage, parity, issued, landed, landed_parity = produce_keys(
-                    k, p, phase >> 2, stage, parity, issued, landed, landed_parity
-                )
-        if cutlass.const_expr(only != ""):
-            if phase & 3 != KIND_OF.get(only, -1):  # passed over
-                at, copies = at + Int64(copies * n_bytes), Int32(0)
-        at, stage, parity, issued, landed, landed_parity = produce(
-            k.ring, at, copies, n_bytes, stage, parity, issued, landed, landed_parity
-        )
-        copies, n_bytes = more, more_bytes
-    return stage, parity, issued, landed, landed_parity
-
-
 def stream_at(k, phase):
     """Where this CTA's weights of a phase begin."""
     offset = ptx_read("ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], k.offsets + Int64(phase) * 8)
@@ -172,16 +150,37 @@ def stream_at(k, phase):
 
 
 @cute.jit
+def produce_layers(
+    k: cutlass.Constexpr, p: cutlass.Constexpr, first: Int32, last: Int32, stage: Int32,
+    parity: Int32, issued: Int32, landed: Int32, landed_parity: Int32,
+    only: cutlass.Constexpr = "",
+):  # fmt: skip
+    """The producer warp: the KV blocks and weights of phases [first, last), in the order in which
+    the consumers take them. Returns the state of `ring.issue`."""
+    for phase in cutlass.range(first, last, unroll=1):
+        if cutlass.const_expr(has(only, "attention")):
+            if (phase & 3) == O:
+                stage, parity, issued, landed, landed_parity = produce_keys(
+                    k, p, phase >> 2, stage, parity, issued, landed, landed_parity
+                )
+        _, n, _, _ = plan_entry(k, phase)
+        at = stream_at(k, phase)
+        for kind in cutlass.range_constexpr(4):
+            if cutlass.const_expr(has(only, LAYER_KINDS[kind])):
+                if (phase & 3) == kind:
+                    stage, parity, issued, landed, landed_parity = produce_rows(
+                        k, k.c.gemms[kind], n, at, stage, parity, issued, landed, landed_parity
+                    )
+    return stage, parity, issued, landed, landed_parity
+
+
+@cute.jit
 def produce_prompt(
     k: cutlass.Constexpr, at: Int64, stage: Int32, parity: Int32, issued: Int32, landed: Int32,
     landed_parity: Int32,
 ):  # fmt: skip
-    """The producer warp: the PROMPT step of the descriptor, behind the `prefetched` copies of phase
-    0, which end at stream address `at`."""
+    """The producer warp: the PROMPT step of the descriptor, behind the `prefetched` copies."""
     first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
-    ahead = prefetched(k)
-    if first > 0:  # the consumers skip what was prefetched
-        at, ahead = stream_at(k, first), Int32(0)
     return produce_layers(
-        k, step_chunk(k), first, last, at, ahead, stage, parity, issued, landed, landed_parity
+        k, step_chunk(k), first, last, stage, parity, issued, landed, landed_parity
     )

@@ -11,15 +11,14 @@ from cutlass import Int32, Int64
 from cute_kernels.gpu.config import Config
 from cute_kernels.gpu.core import Core, carve, init_barriers, memory, places
 from cute_kernels.gpu.kernel import register_split
-from cute_kernels.gpu.prompt import chunk, produce_layers, run_layers, stream_at
+from cute_kernels.gpu.prompt import chunk, produce_layers, run_layers
 
 
 @cute.jit
 def produce_all(k: cutlass.Constexpr, p: cutlass.Constexpr, first: Int32, last: Int32,
                 only: cutlass.Constexpr):  # fmt: skip
     zero = Int32(0)
-    at = stream_at(k, first)
-    produce_layers(k, p, first, last, at, zero, zero, zero, zero, zero, zero, only)
+    produce_layers(k, p, first, last, zero, zero, zero, zero, zero, only)
 
 
 def make_prompt(c: Config, only: str = ""):

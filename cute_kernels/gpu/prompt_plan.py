@@ -16,9 +16,10 @@ from cute_kernels.gpu.kv_layout import PAGE
 MAX_ROWS, ROW_TILE = 256, 16
 PARTS = ("embed", "qkv", "keys", "attention", "o", "gu", "down")  # each also a kernel of its own
 ROW_TILES = MAX_ROWS // ROW_TILE
+CONSUMER_REGISTERS = 208  # at least, with setmaxnreg: kernel.register_split
+OTHER_REGISTERS = 84  # of rows_gemm.py, besides what grows with the tiles of a sweep
 BLOCKS = MAX_ROWS // 8
 COLUMNS_BYTES = BLOCKS * 512  # 32 columns (a chunk of K) of all rows
-MOST_TILES = 6  # output tiles of 16 x 8 whose sums a warp keeps: 12 registers each
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,35 @@ def most_tiles(c: Config, name: str) -> int:
     return -(-g.tiles // c.ctas)
 
 
+def rounds(c: Config) -> int:
+    """Most row tiles of a warp."""
+    return -(-ROW_TILES // c.warps)
+
+
+def warp_bytes(c: Config, name: str) -> int:
+    """What one warp of the decode form reads of a unit."""
+    return c.gemm(name).unit_bytes // c.warps
+
+
+def slice_warps(c: Config, name: str) -> int:
+    """K warps of the decode form whose weights of a tile make a *slice*: one stage of the ring."""
+    fit = [n for n in range(1, c.warps + 1) if c.warps % n == 0]
+    return max(n for n in fit if n * warp_bytes(c, name) <= c.stage_bytes)
+
+
+def slice_count(c: Config, name: str) -> int:
+    """Slices of a unit."""
+    return c.warps // slice_warps(c, name)
+
+
 def group_tiles(c: Config, name: str) -> int:
-    """Tiles multiplied in one sweep over K: their weights lie in the ring together, so that an
-    activation fragment read from L2 serves all of them. Evened out over the sweeps."""
-    at_once = max(1, min(MOST_TILES, c.stages // c.gemm(name).copies_per_unit))
+    """Tiles multiplied in one sweep over K, so that an activation fragment read from L2 serves all
+    of them; evened out over the sweeps. Their slices lie in the ring together, and for each a
+    thread keeps 4 sums a row tile of its warp, two chains of 4, and 4 words of weights."""
+    registers = CONSUMER_REGISTERS if c.setmaxnreg else 65536 // (-(-c.block // 128) * 128)
+    at_once = (registers - OTHER_REGISTERS) // (4 * rounds(c) + 12)
     most = most_tiles(c, name)
+    at_once = max(1, min(at_once, c.stages - 2, most))
     return -(-most // -(-most // at_once))
 
 

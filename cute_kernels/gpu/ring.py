@@ -45,20 +45,42 @@ def advance(ring: cutlass.Constexpr, stage: Int32, parity: Int32):
 
 
 @cute.jit
-def fetch(ring: cutlass.Constexpr, at: Int64, n_bytes: Int32, stage: Int32):
+def fetch(
+    ring: cutlass.Constexpr,
+    at: Int64,
+    n_bytes: Int32,
+    stage: Int32,
+    pieces: cutlass.Constexpr = 1,
+    stride: cutlass.Constexpr = 0,
+):
     """One elected lane copies n_bytes (a multiple of 16) into a stage. In this DSL version a bulk
-    copy does not elect a lane by itself: 32 lanes would over-complete the barrier."""
-    with cute.arch.elect_one():
-        sync.expect(ring.full + stage * 8, n_bytes)
-        sync.ptx_do(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-            " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
-            ring.base + stage * ring.stage_bytes,
-            at,
-            n_bytes,
-            ring.full + stage * 8,
-            Uint64(EVICT_FIRST),
-        )
+    copy does not elect a lane by itself: 32 lanes would over-complete the barrier. pieces: the
+    bytes lie in as many equal pieces, `stride` bytes apart (at most 32, a lane each)."""
+    to, full = ring.base + stage * ring.stage_bytes, ring.full + stage * 8
+    if cutlass.const_expr(pieces == 1):
+        with cute.arch.elect_one():
+            sync.expect(full, n_bytes)
+            copy_in(to, at, n_bytes, full)
+    else:
+        with cute.arch.elect_one():
+            sync.expect(full, n_bytes)
+        cute.arch.sync_warp()
+        lane, _, _ = cute.arch.thread_idx()
+        lane, piece = lane & 31, n_bytes // pieces
+        if lane < pieces:
+            copy_in(to + lane * piece, at + Int64(lane * stride), piece, full)
+
+
+def copy_in(to, at, n_bytes, full):
+    sync.ptx_do(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+        to,
+        at,
+        n_bytes,
+        full,
+        Uint64(EVICT_FIRST),
+    )
 
 
 @cute.jit
@@ -80,9 +102,12 @@ def issue(
     issued: Int32,
     landed: Int32,
     landed_parity: Int32,
+    pieces: cutlass.Constexpr = 1,
+    stride: cutlass.Constexpr = 0,
 ):
-    """One copy of n_bytes into the next stage, as soon as the rules allow. Returns the state:
-    place, copies issued, and the place of the oldest copy that counts as in flight."""
+    """One copy of n_bytes into the next stage, as soon as the rules allow (pieces, stride: see
+    `fetch`). Returns the state: place, copies issued, and the place of the oldest copy that counts
+    as in flight."""
     sync.wait_parity(ring.empty + stage * 8, parity ^ 1)
     if cutlass.const_expr(ring.inflight > 0):
         if issued >= ring.inflight:
@@ -94,7 +119,7 @@ def issue(
             landed, landed_parity = advance(ring, landed, landed_parity)
         else:
             issued = issued + 1
-    fetch(ring, at, n_bytes, stage)
+    fetch(ring, at, n_bytes, stage, pieces, stride)
     stage, parity = advance(ring, stage, parity)
     return stage, parity, issued, landed, landed_parity
 

@@ -1,9 +1,11 @@
 """One matrix of the step for 17 to 256 rows: y = epilogue(x @ W^T), the *row form*.
 
-Consumer warps split the rows: a warp takes row tiles of 16 and all of K, so sums stay in registers
-until they are finished. Weights come in the decode form's stream and order; the tiles of a *group*
-lie in the ring together, each activation fragment (global memory, plain loads behind a grid
-barrier) is multiplied with all of them, and a stage goes back when the warp has done all its rows.
+Consumer warps split the rows: a warp takes row tiles of 16 (up to `rounds` of them) and all of K,
+so sums stay in registers until they are finished. Weights come from the decode form's stream. What
+bounds this form is reading activations from L2, so a *group* of tiles is multiplied in one sweep
+over K: the sweep goes slice by slice (the weights of some of the decode form's K warps, a stage of
+the ring per tile), and in a slice over the warp's row tiles; a fragment of activations, read ahead
+with plain loads, meets all tiles of the group.
 
 Bits. An output is the decode form's to the last bit: the partial sum of every K warp there is
 reproduced (chunk i, k16 step s -> chain s of two; the chains added), the partial sums are added in
@@ -27,8 +29,11 @@ from cute_kernels.gpu.prompt_plan import (
     ROW_TILES,
     PromptBuffers,
     group_tiles,
+    rounds,
+    slice_count,
+    slice_warps,
 )
-from cute_kernels.gpu.ring import advance
+from cute_kernels.gpu.ring import advance, issue
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import tile_stride
 
@@ -139,23 +144,25 @@ def keep(ahead, queue):
 
 
 def k_warp_products(k, g, n, places, ahead, at, after, totals, norms):
-    """What one K warp of the decode form adds to every output: its chunks of K, chains, sum."""
-    chunks = warp_chunks(k, g)
-    depth, per_copy = min(AHEAD, chunks), chunks // g.copies_per_unit
-    queue = [([ahead[8 * d + e] for e in range(4)], [ahead[8 * d + 4 + e] for e in range(4)])
-             for d in range(depth)]  # fmt: skip
+    """What one K warp of the decode form adds to every output: its chunks of K, chains, sum.
+
+    places: shared addresses of its weights by tile. at, after: of this lane's activations of these
+    chunks and of those that come next, whose first ones are read ahead here."""
+    chunks, step_bytes = warp_chunks(k, g), slice_warps(k.c, g.name) * 512
+    depth = min(AHEAD, chunks)
+    queue = [
+        ([ahead[8 * d + e] for e in range(4)], [ahead[8 * d + 4 + e] for e in range(4)])
+        for d in range(depth)
+    ]
     chains = [[[Float32(0.0)] * 4, [Float32(0.0)] * 4] for _ in range(n)]
     sums = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
     for i in range(chunks):
         vectors, more = queue.pop(0), i + depth
-        queue.append(
-            load_rows(at + more * COLUMNS_BYTES if more < chunks
-                      else after + (more - chunks) * COLUMNS_BYTES)
-        )  # fmt: skip
-        weights = [
-            sync.lds_words(places[j][i // per_copy] + (i % per_copy) * (k.c.warps * 512))
-            for j in range(n)
-        ]
+        source = at + more * COLUMNS_BYTES
+        if more >= chunks:
+            source = after + (more - chunks) * COLUMNS_BYTES
+        queue.append(load_rows(source))
+        weights = [sync.lds_words(places[j] + i * step_bytes) for j in range(n)]
         if g.normed:
             square_sums(sums, vectors)
         r0, r1 = vectors
@@ -171,28 +178,20 @@ def k_warp_products(k, g, n, places, ahead, at, after, totals, norms):
         add_squares(norms, sums)
 
 
-@cute.jit
-def multiply_rows(
-    k: cutlass.Constexpr, g: cutlass.Constexpr, n: cutlass.Constexpr, places: cutlass.Constexpr,
-    src: Int64, totals: cute.Tensor, norms: cute.Tensor,
-):  # fmt: skip
-    """totals[4 j + e] = this row tile's sums with the n tiles at `places` (shared addresses by
-    tile and copy); norms[half] = the row's sum of squares over K."""
-    chunks = warp_chunks(k, g)
-    depth, span = min(AHEAD, chunks), chunks * COLUMNS_BYTES
-    ahead = cute.make_rmem_tensor(cute.make_layout(8 * depth), Uint32)
-    keep(ahead, [load_rows(src + d * COLUMNS_BYTES) for d in range(depth)])
-    for i in cutlass.range_constexpr(4 * n):  # x + -0.0 is x to the last bit, x + 0.0 is not
+def rotate(values, n):
+    """The first n of some registers to the end: whose turn it is has index 0."""
+    size = cute.size(values)
+    if n < size:
+        old = [values[i] for i in range(size)]
+        for i in range(size):
+            values[i] = old[(i + n) % size]
+
+
+def start_sums(totals, norms):
+    for i in range(cute.size(totals)):  # x + -0.0 is x to the last bit, x + 0.0 is not
         totals[i] = sync.as_float(constant(0x80000000))
-    norms[0], norms[1] = Float32(0.0), Float32(0.0)
-    at, offset = src, Int32(0)
-    for w in cutlass.range(k.c.warps, unroll=1):
-        after = at
-        if w < k.c.warps - 1:  # what is read ahead in the last turn is not used
-            after = at + span
-        here = [[p + offset for p in copies] for copies in places]
-        k_warp_products(k, g, n, here, ahead, at, after, totals, norms)
-        at, offset = after, offset + 512
+    for i in range(cute.size(norms)):
+        norms[i] = Float32(0.0)
 
 
 # -- the phase ---------------------------------------------------------------------------------
@@ -213,12 +212,49 @@ def finish(k, p, g, row_tile, tile, v, norms):
 
 
 @cute.jit
-def finish_if(
-    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, ok: cutlass.Boolean,
-    row_tile: Int32, tile: Int32, totals: cute.Tensor, j: cutlass.Constexpr, norms: cute.Tensor,
+def finish_row_tile(
+    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, row_tile: Int32, tile0: Int32,
+    left: Int32, totals: cute.Tensor, norms: cute.Tensor,
 ):  # fmt: skip
-    if ok:
-        finish(k, p, g, row_tile, tile, [totals[4 * j + e] for e in range(4)], norms)
+    """The first `left` of a group's tiles, from tile0 on."""
+    for j in cutlass.range_constexpr(group_tiles(k.c, g.name)):
+        if j < left:
+            v = [totals[4 * j + e] for e in range(4)]
+            finish(k, p, g, row_tile, tile0 + j * tile_stride(k.c, g.name), v, norms)
+
+
+@cute.jit
+def multiply_slice(
+    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, places: cutlass.Constexpr,
+    at: Int64, last: cutlass.Boolean, ahead: cute.Tensor, totals: cute.Tensor, norms: cute.Tensor,
+):  # fmt: skip
+    """A slice's part of all sums of this warp. at: this lane's activations of its first row tile at
+    the slice's first chunk. Returns a word that depends on every load of weights."""
+    c, n = k.c, group_tiles(k.c, g.name)
+    span, round_bytes = warp_chunks(k, g) * COLUMNS_BYTES, c.warps * 1024
+    n_warps, seen, row_tile = slice_warps(c, g.name), Uint32(0), k.wid
+    begin = at - Int64((slice_count(c, g.name) - 1) * n_warps * span)  # of the sweep, from the last
+    for _ in cutlass.range(rounds(c), unroll=1):
+        if row_tile < p.row_tiles:
+            here, offset = at, Int32(0)
+            for w in cutlass.range(n_warps, unroll=1):
+                after = here + span
+                if w == n_warps - 1:  # the next row tile, the next slice, or the next sweep
+                    after = at + round_bytes
+                    if row_tile + c.warps >= p.row_tiles:
+                        after = at + n_warps * span - Int64((row_tile - k.wid) * 1024)
+                        if last:
+                            after = begin - Int64((row_tile - k.wid) * 1024)
+                mine = [place + offset for place in places]
+                k_warp_products(k, g, n, mine, ahead, here, after, totals, norms)
+                here, offset = after, offset + 512
+            for j in cutlass.range_constexpr(n):
+                seen = seen | sync.as_bits(totals[4 * j])
+        at, row_tile = at + round_bytes, row_tile + c.warps
+        begin = begin + round_bytes
+        rotate(totals, 4 * n)
+        rotate(norms, 2)
+    return seen
 
 
 def stage_place(k, stage, i):
@@ -226,6 +262,13 @@ def stage_place(k, stage, i):
     at = stage + i
     at = at - sync.as_int(sync.select(at >= k.ring.n, Uint32(k.ring.n), Uint32(0)))
     return k.ring.base + at * k.ring.stage_bytes + k.lane * 16
+
+
+def group_size(k, g, n, done):
+    """Tiles of the next group: the rest, evened out."""
+    most = group_tiles(k.c, g.name)
+    groups = (n - done + (most - 1)) // most
+    return (n - done + groups - 1) // groups
 
 
 @cute.jit
@@ -237,45 +280,76 @@ def rows_gemm(
     parts still have to be added: `add_parts`, a barrier later."""
     c, b, n_group = k.c, PromptBuffers.of(k.c), group_tiles(k.c, g.name)
     source = {"qkv": b.x, "o": b.a, "gu": b.x, "down": b.h}[g.name]
-    src = p.act + Int64(source) + Int64(k.lane * 16)
+    src = p.act + Int64(source) + Int64(k.wid * 1024 + k.lane * 16)
     if cutlass.const_expr(g.split > 1):
         src = src + Int64(k.rank * (g.slab // CHUNK * COLUMNS_BYTES))
     tile0, n, _, _ = plan_entry(k, phase)
-    totals = cute.make_rmem_tensor(cute.make_layout(4 * n_group), Float32)
-    norms = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    done, groups = Int32(0), (n + (n_group - 1)) // n_group
+    slices, slice_bytes = slice_count(c, g.name), slice_warps(c, g.name) * warp_chunks(k, g)
+    totals = cute.make_rmem_tensor(cute.make_layout(rounds(c) * 4 * n_group), Float32)
+    norms = cute.make_rmem_tensor(cute.make_layout(rounds(c) * 2), Float32)
+    depth = min(AHEAD, warp_chunks(k, g))
+    ahead = cute.make_rmem_tensor(cute.make_layout(8 * depth), Uint32)
+    keep(ahead, [load_rows(src + d * COLUMNS_BYTES) for d in range(depth)])
+    done = Int32(0)
     while done < n:
-        left = (n - done + groups - 1) // groups
-        groups = groups - 1
-        taken, first = left * g.copies_per_unit, stage
-        for _ in cutlass.range(taken, unroll=1):
-            sync.wait_parity(k.ring.full + stage * 8, parity)
-            stage, parity = advance(k.ring, stage, parity)
-        # tiles beyond the group: the last one again, its sums not used
-        places = [
-            [
-                stage_place(k, first, cutlass.min(Int32(j), left - 1) * g.copies_per_unit + i)
-                for i in range(g.copies_per_unit)
+        left = group_size(k, g, n, done)
+        start_sums(totals, norms)
+        at = src
+        for q in cutlass.range(slices, unroll=1):
+            first = stage
+            for _ in cutlass.range(left, unroll=1):
+                sync.wait_parity(k.ring.full + stage * 8, parity)
+                stage, parity = advance(k.ring, stage, parity)
+            # tiles beyond the group: the last one again, its sums not used
+            places = [
+                stage_place(k, first, cutlass.min(Int32(j), left - 1)) for j in range(n_group)
             ]
-            for j in range(n_group)
-        ]
-        row_tile, seen = k.wid, Uint32(0)
-        while row_tile < p.row_tiles:
-            multiply_rows(k, g, n_group, places, src + Int64(row_tile * 1024), totals, norms)
-            for j in cutlass.range_constexpr(n_group):
-                seen = seen | sync.as_bits(totals[4 * j])  # no sum before its weights are read
-                tile = tile0 + (done + j) * tile_stride(c, g.name)
-                finish_if(k, p, g, j < left, row_tile, tile, totals, j, norms)
+            last = q == slices - 1
+            seen = multiply_slice(k, p, g, places, at, last, ahead, totals, norms)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                for _ in cutlass.range(left, unroll=1):
+                    sync.release_after(k.ring.empty + first * 8, [seen], k.zero)
+                    first = first + 1
+                    if first == k.ring.n:
+                        first = Int32(0)
+            at = at + slice_bytes * COLUMNS_BYTES
+        row_tile = k.wid
+        for _ in cutlass.range(rounds(c), unroll=1):
+            if row_tile < p.row_tiles:
+                tile = tile0 + done * tile_stride(c, g.name)
+                finish_row_tile(k, p, g, row_tile, tile, left, totals, norms)
             row_tile = row_tile + c.warps
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            for _ in cutlass.range(taken, unroll=1):
-                sync.release_after(k.ring.empty + first * 8, [seen], k.zero)
-                first = first + 1
-                if first == k.ring.n:
-                    first = Int32(0)
+            rotate(totals, 4 * n_group)
+            rotate(norms, 2)
         done = done + left
     return stage, parity
+
+
+@cute.jit
+def produce_rows(
+    k: cutlass.Constexpr, g: cutlass.Constexpr, n: Int32, at: Int64,
+    stage: Int32, parity: Int32, issued: Int32, landed: Int32, landed_parity: Int32,
+):  # fmt: skip
+    """The producer warp's part: the weights of n tiles, whose units begin at `at`, in the order in
+    which `rows_gemm` takes them: [group][slice][tile]. Returns the state of `ring.issue`."""
+    c = k.c
+    slices, width = slice_count(c, g.name), slice_warps(c, g.name) * 512
+    pieces = 1 if slices == 1 else warp_chunks(k, g)
+    n_bytes, done = Int32(g.unit_bytes // slices), Int32(0)
+    while done < n:
+        left = group_size(k, g, n, done)
+        for q in cutlass.range(slices, unroll=1):
+            unit = at + Int64(q * width)
+            for _ in cutlass.range(left, unroll=1):
+                stage, parity, issued, landed, landed_parity = issue(
+                    k.ring, unit, n_bytes, stage, parity, issued, landed, landed_parity,
+                    pieces, c.warps * 512,
+                )  # fmt: skip
+                unit = unit + g.unit_bytes
+        at = at + Int64(left) * g.unit_bytes
+        done = done + left
+    return stage, parity, issued, landed, landed_parity
 
 
 def part_sum(k, p, row_tile, tile):

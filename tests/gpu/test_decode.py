@@ -22,7 +22,8 @@ def test_step(built, rows):
 
     r = check(*built, rows=rows, seed=5)
     assert max(r["phases"].values()) < 2, r["phases"]  # times torch's own error in bf16
-    assert r["layer"] < 3e-3 and r["step"] < 2e-2  # rounded where the kernel rounds
+    # against fp32 that rounds where the kernel stores; probabilities and splits round once more
+    assert r["layer"] < (1e-2 if built[1].attention else 2e-3) and r["step"] < 2e-2
     assert r["exact"] <= r["torch"]
     assert not [name for name, value in r.items() if value is False]
 

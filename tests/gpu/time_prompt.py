@@ -23,10 +23,10 @@ from tests.gpu.prompt_case import Model, PromptCase
 
 PREDICTED_US = {
     "smollm2-135m": 1600,
-    "llama-3.2-1b": 3100,
-    "llama-3.1-8b": 48000,
-    "qwen3-8b": 36000,
-    "odd-960": 480,
+    "llama-3.2-1b": 3000,
+    "llama-3.1-8b": 14600,
+    "qwen3-8b": 14200,
+    "odd-960": 570,
     "odd-768": 260,
 }
 
