@@ -132,6 +132,30 @@ def drafter() -> list[str]:
     return lines
 
 
+def gpu_steps() -> list[str]:
+    """Decode steps of the persistent kernel."""
+    result = read("gpu_steps")
+    if result is None:
+        return []
+    origin, kernels = result["provenance"], result["kernels"]
+    models = {name: row for name, row in kernels.items() if "phases" not in row}
+    cases = [(s["context"], s["rows"]) for s in next(iter(models.values()))["steps"]]
+    heads = " | ".join(f"{rows} row{'s' * (rows > 1)} at {context}" for context, rows in cases)
+    lines = [
+        f"**A decode step of the persistent kernel**, us, {origin['gpu']}, random "
+        f"weights in bf16; rows of one sequence behind so many positions "
+        f"({_where(origin)}).",
+        "",
+        f"| model | weights, GB | {heads} |",
+        "|---|---|" + "---|" * len(cases),
+    ]
+    for name, row in models.items():
+        if not name.endswith("-matrices"):
+            cells = " | ".join(f"{step['us']:.0f}" for step in row["steps"])
+            lines.append(f"| {name.removeprefix('timed-')} | {row['weights GB']:.2f} | {cells} |")
+    return lines
+
+
 def handoffs() -> list[str]:
     """The study behind the GPU kernel."""
     result = read("handoffs")
@@ -158,7 +182,8 @@ def handoffs() -> list[str]:
 
 def figures() -> str:
     """Everything between the markers."""
-    parts = [part for part in (cpu_speed(), ping(), speculation(), drafter(), handoffs()) if part]
+    sections = (cpu_speed, ping, speculation, drafter, gpu_steps, handoffs)
+    parts = [part for part in (section() for section in sections) if part]
     body = "\n\n".join("\n".join(part) for part in parts)
     return f"{BEGIN}\n{body}\n{END}"
 

@@ -226,24 +226,27 @@ class Link:
                 return
             self._closing = True  # no further request gets in
             self._holds = 0
+        try:
+            self._end_all(timeout_s)
+        finally:  # also of a device that does not leave
+            self.device.close()
+            self._poller.join(timeout_s)
+
+    def _end_all(self, timeout_s: float) -> None:
+        """Abort, wait until every request has ended, shut down."""
+        with self._changed:
             try:
-                self._end_all(timeout_s)
+                for request_id in self._inflight.ids():
+                    self.abort(request_id)
+                end = time.monotonic() + timeout_s
+                while self._inflight and self._lost is None and time.monotonic() < end:
+                    self._changed.wait(0.1)
+                if self._lost is None and self.state() in (State.RUNNING, State.PARKING):
+                    write_word(self.wire.control, Word.COMMAND, Command.SHUTDOWN)
+                    self._wait_state(None, timeout_s)
             finally:
                 self._closed = True
                 self._lose(DeviceError("the engine is closed"))
-        self.device.close()
-        self._poller.join(timeout_s)
-
-    def _end_all(self, timeout_s: float) -> None:
-        """Abort, wait until every request has ended, shut down; the lock is held."""
-        for request_id in self._inflight.ids():
-            self.abort(request_id)
-        end = time.monotonic() + timeout_s
-        while self._inflight and self._lost is None and time.monotonic() < end:
-            self._changed.wait(0.1)
-        if self._lost is None and self.state() in (State.RUNNING, State.PARKING):
-            write_word(self.wire.control, Word.COMMAND, Command.SHUTDOWN)
-            self._wait_state(None, timeout_s)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -283,15 +286,9 @@ class Link:
         """Push one entry, waiting for a free one; launch the device if it has parked."""
         while True:
             state = push_request(
-                self.wire,
-                self._request_tail,
-                request_id,
-                int(kind),
-                prompt_tokens,
-                max_new_tokens,
-                block,
-                blocks,
-            )
+                self.wire, self._request_tail, request_id, int(kind), prompt_tokens,
+                max_new_tokens, block, blocks,
+            )  # fmt: skip
             if state != FULL:
                 break
             if end is not None and time.monotonic() >= end:

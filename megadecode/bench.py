@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
+from cute_kernels.plan import PHASES, Shape, Work, program
 from megadecode.doctor import machine_name
 from megadecode.engine import Engine
 from megadecode.errors import MegadecodeError, ParameterError
@@ -43,8 +44,8 @@ class Round:
     `steps` and `tokens` in all; the others of decode-only steps: `tau` tokens a step, `step_us`
     from the first token to the last by the device's clock, `stages` in us a step from the loop's
     own trace, the rest of `step_us` as `between steps`; `read_bytes` of weights, keys and values
-    that a step must read at least once; `read_gb_s` what the device reads at best. `ttft_ms`: from
-    submit to the first token.
+    that a step must read at least once (without a trace, of weights alone); `read_gb_s` what the
+    device reads at best. `ttft_ms`: from submit to the first token.
     """
 
     tokens: int
@@ -124,7 +125,7 @@ def _round(
         results.append(engine.submit(prompt, params).result())
         if results[-1].error:
             raise Void(f"a request ended with an error: {results[-1].error}")
-    figures = [f for f in engine.trace(reset=True) if f.kind == "decode"]
+    figures = [f for f in engine.trace() if f.kind == "decode"]
     engine.park()
     steps = sum(r.stats.steps for r in results)
     tokens = sum(r.stats.tokens for r in results)
@@ -147,9 +148,19 @@ def _round(
         ttft_ms=median(r.stats.ttft_s for r in results) * 1e3,
         step_us=step_us,
         stages=stages,
-        read_bytes=bytes_per_step(figures),
+        read_bytes=bytes_per_step(figures) or weight_bytes(engine),
         read_gb_s=bandwidth,
     )
+
+
+def weight_bytes(engine: Engine) -> float:
+    """Weights that a step of plain decoding reads, for a device without a trace."""
+    c = engine.config
+    shape = Shape(c.layers, c.hidden, c.heads, c.kv_heads, c.head_dim, c.ffn, c.vocab)
+    elements = sum(
+        PHASES[number].cost(shape, Work(1, 1, 0, 0)).weights for number, _ in program(c.layers)
+    )
+    return elements * (2 if engine.weights == "bf16" else 4)
 
 
 def _report(sides: dict[str, Engine], measured: dict[str, list[Round]]) -> dict[str, Any]:

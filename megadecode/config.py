@@ -43,11 +43,7 @@ class ModelConfig:
     stop_ids: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
-        for name in (*sizes, "context_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(self._wrong(f"{name} is {value!r}; it must be a positive integer"))
+        self._check_types()
         if self.heads % self.kv_heads:
             raise ValueError(
                 self._wrong(
@@ -77,6 +73,29 @@ class ModelConfig:
                 raise ValueError(
                     self._wrong(f"token id {token} lies outside its vocabulary of {self.vocab}")
                 )
+
+    def _check_types(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"a model's name is {self.name!r}; it must be text")
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+        for name in (*sizes, "context_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(self._wrong(f"{name} is {value!r}; it must be a positive integer"))
+        for name in ("rope_theta", "rms_eps"):
+            value = getattr(self, name)
+            if type(value) not in (int, float):
+                raise ValueError(self._wrong(f"{name} is {value!r}; it must be a number"))
+        for name in ("tied_embeddings", "qkv_bias", "qk_norm"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(self._wrong(f"{name} is {value!r}; it must be True or False"))
+        if self.bos_id is not None and type(self.bos_id) is not int:
+            raise ValueError(self._wrong(f"bos_id is {self.bos_id!r}; it must be a token id"))
+        if not isinstance(self.stop_ids, tuple) or any(type(i) is not int for i in self.stop_ids):
+            raise ValueError(
+                self._wrong(f"stop_ids is {self.stop_ids!r}; it must be a tuple of token ids")
+            )
 
     def _wrong(self, what: str) -> str:
         return f"model {self.name!r}: {what}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,14 @@ from cute_kernels.gpu.prompt_plan import PromptBuffers
 from cute_kernels.gpu.service_block import Own, make_block, wire_constants
 from cute_kernels.gpu.tiles import Buffers, step_bytes
 from host.cuda import CudaDevice, PinnedMemory, driver
+from host.errors import DeviceError
 from host.link import Link
 from host.wire import Wire, make_wire
 from megadecode.config import ModelConfig
 from megadecode.cuda_kernel import Gpu, choose_config, find_gpu, load_kernel
 from megadecode.device import Settings, Start, Tensors
 from megadecode.drafter.io import Drafter
-from megadecode.errors import ParameterError
+from megadecode.errors import DeviceUnavailable, ParameterError
 from megadecode.options import device_options
 from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures
@@ -191,9 +193,17 @@ def start(
         owned=(memory, table),
     )
     link = Link(wire, device, first_sequence=options.first_sequence, deadline_s=options.deadline_s)
-    for _ in range(PINGS):  # it works, its code is there, and it has learnt the host's clock
-        link.ping()
-    link.park()
+    try:
+        for _ in range(PINGS):  # it works, its code is there, and it has learnt the host's clock
+            link.ping()
+        link.park()
+    except DeviceError as error:
+        with suppress(DeviceError):
+            link.close(1.0)
+        raise DeviceUnavailable(
+            f"the kernel did not start on {gpu.name} ({error}). A kernel of another engine that is "
+            "running there keeps it waiting: park that one, or close it"
+        ) from None
     return CudaParts(link, device, c, memory)
 
 

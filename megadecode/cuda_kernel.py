@@ -87,7 +87,7 @@ def shape_of(config: ModelConfig) -> Shape:
         raise ModelError(f"{config.name}: device 'cuda' has no biases yet; use device='cpu'")
     wanted = Shape(
         "", config.hidden, config.ffn, config.heads, config.kv_heads, config.head_dim,
-        config.vocab, config.layers, config.rms_eps, config.tied_embeddings,
+        config.vocab, config.layers, _decimal(config.rms_eps), config.tied_embeddings,
         config.qk_norm,
     )  # fmt: skip
     for known in SHAPES.values():
@@ -102,6 +102,11 @@ def shape_of(config: ModelConfig) -> Shape:
         f"{config.heads}/{config.kv_heads} heads of {config.head_dim}; it has those of "
         f"{', '.join(SHAPES)}. Use device='cpu'"
     )
+
+
+def _decimal(value: float) -> float:
+    """The number that was meant where a file holds it in single precision."""
+    return float(f"{value:.6g}")
 
 
 def choose_config(config: ModelConfig, gpu: Gpu) -> Config:

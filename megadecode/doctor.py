@@ -184,7 +184,7 @@ def _kernels() -> Check:
         "compiled GPU kernels",
         bool(manifests),
         f"{len(manifests)} in {folder}" + f" for {', '.join(targets)}" * bool(targets),
-        "" if manifests else "compiled when one is needed, or brought from another machine",
+        "" if manifests else "`megadecode build --model NAME` compiles one, on any machine",
         needed=False,
     )
 

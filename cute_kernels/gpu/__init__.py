@@ -1,6 +1,18 @@
 """Device code for NVIDIA GPUs in CuTe DSL.
 
-`config`, `tiles` and `pack` describe the step and lay out its data without cutlass; `build`
-compiles kernels on a machine without a GPU; `load` runs what it built without cutlass. The other
-modules are device code and import cutlass.
+Importing this package does not import cutlass; the modules with kernels do. A way to read it:
+
+1. The shape of things (no cutlass): config (shapes, choices, shared memory), tiles (who computes
+   what), pack and kv_layout (how weights, activations, keys and values lie), board (how CTAs agree
+   on a step), arguments (the kernel's table).
+2. The rules of memory: sync (every access that another SM sees; words as flags; deadlines), mapped
+   (the same for the host's memory), ring (the weight stream).
+3. One token: kernel (roles and the loop), core (what the parts share), embed, gemm and epilogue
+   (the four matrices of a layer and the head), attention and its parts (rotary, attention_stream,
+   attention_tail, attention_merge), head (results), janitor (words back to EMPTY).
+4. A prompt: prompt, rows_gemm, prompt_attention, prompt_plan.
+5. The loop without a host: service (between launch and park), admission, control, service_block.
+6. Building and running: build, load; phase, prompt_kernel and attention_kernel (parts as kernels of
+   their own), scripted and script (a list of steps instead of a host), echo and probes (the wire
+   and the rules of memory on their own).
 """

@@ -286,7 +286,8 @@ class Config:
 # -- the forms that are built ------------------------------------------------------------------
 # Teams of 4 share K where it is long: activations of a phase stay at 64 KiB a CTA (measured).
 _WIDE = dict(ctas=128, down_split=4, setmaxnreg=True, ask_at_once=5)
-_NARROW = dict(red_buffers=2)
+# Short phases wait for latency, not bandwidth: polling first costs 2 % of a step of 1 row.
+_NARROW = dict(red_buffers=2, probe_from=9)
 PRODUCTS: dict[str, dict] = {
     "smollm2-135m": dict(warps=6, splits=32, **_NARROW),
     "llama-3.2-1b": dict(warps=8, splits=16, **_WIDE),

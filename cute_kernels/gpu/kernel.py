@@ -274,8 +274,7 @@ def parts_of(c: Config, service: str):
 def register_split(c: Config) -> tuple[int, int]:
     """(registers a thread of the others, of the consumers). They share what the block is launched
     with, no more: an increase beyond it would wait for ever."""
-    at_launch = 65536 // c.block // 8 * 8
-    many = 224 if c.gemm("qkv").slab >= 4096 else 208
+    at_launch, many = 65536 // c.block // 8 * 8, 224
     few = (at_launch * c.block - many * c.warps * 32) // (c.block - c.warps * 32) // 8 * 8
     return few, many
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megadecode.request import Generation, Request
 
 Model = Annotated[str, typer.Option(help="A known model's name or the path of a model.")]
-Device = Annotated[str, typer.Option(help="auto or cpu.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 JsonStream = Annotated[
     bool, typer.Option("--stream", help="With --json: a line for every chunk of text, too.")

@@ -59,6 +59,8 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(title, *(format(report[side][key], form) for side in sides))
     for stage in report[sides[0]]["stages"]:
         table.add_row(f"  {stage}", *(f"{report[side]['stages'][stage]:.0f}" for side in sides))
+    if not report[sides[0]]["stages"]:
+        console.print("this device keeps no trace: a step by stage is not known")
     for title, of in (
         ("read a step, MB", lambda r: f"{r['read_bytes'] / 1e6:.0f}"),
         ("read, GB/s", lambda r: f"{r['achieved_gb_s']:.1f}"),

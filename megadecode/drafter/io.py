@@ -1,32 +1,31 @@
 """Drafters on disk: the published checkpoint layout, and one safetensors file of our own.
 
-Tensors keep their published names everywhere. Arrays are read through numpy; bfloat16, which numpy
-does not know, is widened here. A tensor that is missing, unknown or of another shape is refused.
+Tensors keep their published names everywhere. A tensor that is missing, unknown or of another shape
+is refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from megadecode.drafter.config import DrafterConfig
 from megadecode.drafter.published import published_values, read_published
 from megadecode.drafter.target import fingerprint
 from megadecode.errors import ModelError
+from megadecode.models.files import read_json
+from megadecode.models.safetensors_file import StoredTensor, open_weights, read_safetensors
 from megadecode.models.weights import FloatArray, Weights
 
 FORMAT = "megadecode-drafter"
 VERSION = "1"
 
-_FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "q": "self_attn.q_proj",
@@ -89,7 +88,7 @@ class Drafter:
     def tensor(self, name: str) -> FloatArray:
         """fp32, C-contiguous; KeyError for a name that is not in `tensor_shapes`."""
         values = self._tensors[name]
-        read = values.read() if isinstance(values, _Stored) else values
+        read = values.read() if isinstance(values, StoredTensor) else values
         return np.ascontiguousarray(read, np.float32)
 
     def get(self, canonical: str) -> FloatArray:
@@ -119,12 +118,10 @@ def load_drafter(path: str | os.PathLike[str], target: Weights | None = None) ->
     where = Path(path)
     layers = None if target is None else target.config.layers
     if where.is_dir():
-        config = read_published(where.name, _read_json(where / "config.json"), layers)
-        stored: dict[str, _Stored] = {}
-        for file in _weight_files(where):
-            stored |= _open(file)[0]
+        config = read_published(where.name, read_json(where / "config.json"), layers)
+        stored = open_weights(where)
     else:
-        stored, metadata = _open(where)
+        stored, metadata = read_safetensors(where)
         kind, version = metadata.get("format"), metadata.get("version")
         if (kind, version) != (FORMAT, VERSION):
             raise ModelError(
@@ -132,6 +129,8 @@ def load_drafter(path: str | os.PathLike[str], target: Weights | None = None) ->
                 f"version {VERSION!r}. A published checkpoint is given as its folder"
             )
         config = DrafterConfig.from_dict(_parse(metadata.get("config", ""), f"{where}: config"))
+    for tensor in stored.values():
+        tensor.check_readable()
     try:
         drafter = Drafter(config, stored)
     except ModelError as error:
@@ -164,57 +163,6 @@ def single_file_metadata(config: DrafterConfig) -> dict[str, str]:
     return {"format": FORMAT, "version": VERSION, "config": text}
 
 
-class _Stored:
-    """A tensor in a safetensors file."""
-
-    def __init__(self, path: Path, dtype: str, shape: tuple[int, ...], offset: int) -> None:
-        self.path, self.dtype, self.shape, self.offset = path, dtype, shape, offset
-
-    def read(self) -> FloatArray:
-        kind = np.dtype(_FLOATS[self.dtype])
-        with self.path.open("rb") as file:
-            values = np.fromfile(file, kind, int(np.prod(self.shape)), offset=self.offset)
-        if self.dtype == "BF16":
-            return (values.astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
-        return values.astype(np.float32).reshape(self.shape)
-
-
-def _open(path: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
-    """The tensors and the metadata of a file; the library checks its header."""
-    try:
-        with safe_open(path, framework="np") as file:
-            metadata = dict(file.metadata() or {})
-        with path.open("rb") as raw:
-            (size,) = struct.unpack("<Q", raw.read(8))
-            header = json.loads(raw.read(size))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as safetensors: {error}") from None
-    header.pop("__metadata__", None)
-    stored = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in _FLOATS:
-            raise ModelError(
-                f"{path}: tensor {name!r} has dtype {entry['dtype']}; "
-                f"expected one of {', '.join(_FLOATS)}"
-            )
-        start = 8 + size + entry["data_offsets"][0]
-        stored[name] = _Stored(path, entry["dtype"], tuple(entry["shape"]), start)
-    return stored, metadata
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    names = _read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ModelError(f"{index}: weight_map is missing or is not a table of file names")
-    for name in names.values():
-        if Path(name).name != name:
-            raise ModelError(f"{index}: {name!r} is not the name of a file in this folder")
-    return [folder / name for name in sorted(set(names.values()))]
-
-
 def _check_tensors(config: DrafterConfig, found: dict[str, tuple[int, ...]]) -> None:
     expected = tensor_shapes(config)
     for name, shape in expected.items():
@@ -230,14 +178,6 @@ def _check_tensors(config: DrafterConfig, found: dict[str, tuple[int, ...]]) -> 
             f"drafter {config.name!r}: tensor {unknown[0]!r} is not part of a drafter of this "
             f"configuration"
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    return _parse(text, str(path))
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from megadecode.config import ModelConfig
 from megadecode.errors import ModelError
+from megadecode.models.files import read_bytes
 from megadecode.models.gguf_header import GgufHeader
-from megadecode.models.stored import read_bytes
 from megadecode.rope import FrequencyFactors, Linear, RopeScaling, Yarn
 
 

@@ -17,10 +17,11 @@ from gguf.quants import dequantize
 
 from megadecode.config import ModelConfig
 from megadecode.errors import ModelError
+from megadecode.models.files import check_finite, read_bytes
 from megadecode.models.gguf_config import ROPE_FACTORS, is_interleaved, read_config
 from megadecode.models.gguf_header import GgufHeader, TensorInfo, read_header
 from megadecode.models.gguf_tokenizer import from_gguf
-from megadecode.models.stored import StoredModel, check_finite, read_bytes, wrong_shape
+from megadecode.models.stored import StoredModel, wrong_shape
 from megadecode.models.tokenizer import Tokenizer
 from megadecode.models.weights import FloatArray, tensor_shapes
 from megadecode.rope import FrequencyFactors

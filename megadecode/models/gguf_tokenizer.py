@@ -186,6 +186,8 @@ def _sentencepiece(
         fuse_unk=True,
         byte_fallback=True,
     )
+    if keys.get("ggml.remove_extra_whitespaces", bool, False):
+        raise ModelError("tokenizer.ggml.remove_extra_whitespaces is not supported")
     pipeline = Pipeline(model)
     spaces: list[Any] = [normalizers.Replace(" ", "\u2581")]
     if keys.get("ggml.add_space_prefix", bool, True):

@@ -6,13 +6,13 @@ over: what an architecture's published implementation does not read cannot chang
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megadecode.config import ModelConfig
 from megadecode.errors import ModelError
+from megadecode.models.files import read_json
 from megadecode.rope import DynamicNtk, Linear, Llama3, RopeScaling, Yarn
 
 
@@ -49,19 +49,6 @@ _ONLY = (
     ("quantization_config", (None,)),
     ("partial_rotary_factor", (1.0, None)),
 )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON table. Raises ModelError naming the file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: is not a JSON table")
-    return values
 
 
 def read_config(folder: Path, name: str) -> ModelConfig:

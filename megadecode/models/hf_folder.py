@@ -11,14 +11,12 @@ from pathlib import Path
 
 from megadecode.config import ModelConfig
 from megadecode.errors import ModelError
-from megadecode.models.hf_config import read_config, read_json
+from megadecode.models.hf_config import read_config
 from megadecode.models.hf_tokenizer import read_template, read_tokenizer
-from megadecode.models.safetensors_file import StoredTensor, read_safetensors
+from megadecode.models.safetensors_file import WEIGHTS, StoredTensor, open_weights
 from megadecode.models.stored import StoredModel, wrong_shape
 from megadecode.models.tokenizer import Tokenizer
 from megadecode.models.weights import tensor_shapes
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # Canonical name -> name in the file.
 _TOP_NAMES = {
@@ -78,7 +76,7 @@ class FolderModel(StoredModel):
 
 def _match(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Canonical name -> its tensor in the files; nothing missing, nothing left over."""
-    stored = _open_weights(folder)
+    stored = open_weights(folder)
     if config.layers > len(stored):
         raise ModelError(
             f"{folder}: num_hidden_layers is {config.layers}, but there are {len(stored)} tensors"
@@ -103,33 +101,6 @@ def _match(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
             "it would change the result"
         )
     return sources
-
-
-def _open_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Every stored tensor by its name; with an index, exactly what the index lists."""
-    index = folder / INDEX
-    if not index.exists():
-        if (folder / WEIGHTS).is_file():
-            return read_safetensors(folder / WEIGHTS)
-        others = sorted(p.name for p in folder.glob("*.bin")) or sorted(
-            p.name for p in folder.glob("*.safetensors")
-        )
-        found = f"; {others[0]} is not read" if others else ""
-        raise ModelError(f"{folder}: there is neither {WEIGHTS} nor {INDEX}{found}")
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise ModelError(f"{index}: weight_map is missing or is not a table of file names")
-    shards: dict[str, dict[str, StoredTensor]] = {}
-    for name, file in places.items():
-        if file not in shards:
-            if Path(file).name != file:
-                raise ModelError(f"{index}: {file!r} is not the name of a file in this folder")
-            if not (folder / file).is_file():
-                raise ModelError(f"{index}: tensor {name!r} is in {file}, which is missing")
-            shards[file] = read_safetensors(folder / file)
-        if name not in shards[file]:
-            raise ModelError(f"{index}: tensor {name!r} is not in {file}, where it should be")
-    return {name: shards[file][name] for name, file in places.items()}
 
 
 def _stored_name(name: str) -> str:

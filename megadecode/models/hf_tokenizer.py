@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as Pipeline
 
 from megadecode.errors import ModelError
-from megadecode.models.hf_config import read_json
+from megadecode.models.files import read_json
 from megadecode.models.tokenizer import (
     Marks,
     Tokenizer,
@@ -44,19 +44,25 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 def read_template(folder: Path) -> str | None:
     """The Jinja source of the chat template: a file of its own, or a key of the settings."""
+    return _find_template(folder)[1]
+
+
+def _find_template(folder: Path) -> tuple[Path, str | None]:
+    """Where the chat template stands, and its source."""
     path = folder / TEMPLATE
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
+            return path, path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"{path}: cannot be read: {error}") from None
     template = _settings(folder).get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
+    path = folder / SETTINGS
     if template is not None and not isinstance(template, str):
-        raise ModelError(f"{folder / SETTINGS}: chat_template is {template!r:.80}; expected text")
-    return template
+        raise ModelError(f"{path}: chat_template is {template!r:.80}; expected text")
+    return path, template
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -107,16 +113,21 @@ def _read(folder: Path, data: dict[str, Any], settings: dict[str, Any]) -> Token
             token_bytes[number] = own_text[number].encode()
         elif number not in taken:
             token_bytes[number] = to_bytes(text)
-    return Tokenizer(
-        pipeline,
-        marks,
-        token_bytes,
-        {text: number for text, number in control.items() if text},
-        silent=silent | taken,
-        prefix=_prefix(pipeline, control, settings),
-        named=_named(settings),
-        chat_template=read_template(folder),
-    )
+    prefix = _prefix(pipeline, control, settings)
+    where, template = _find_template(folder)
+    try:
+        return Tokenizer(
+            pipeline,
+            marks,
+            token_bytes,
+            {text: number for text, number in control.items() if text},
+            silent=silent,
+            prefix=prefix,
+            named=_named(settings),
+            chat_template=template,
+        )
+    except ModelError as error:  # the template's
+        raise ModelError(f"{where}: {error}") from None
 
 
 def _added_tokens(data: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""safetensors files, one tensor at a time, read without trusting the header.
+"""safetensors files and folders of them, one tensor at a time, read without trusting the header.
 
 Our own reader because the `safetensors` package gives numpy no bfloat16, and names no tensor when a
 file is cut or damaged. Format: 8 bytes little-endian header length, a JSON table, then the data.
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from megadecode.errors import ModelError
-from megadecode.models.stored import check_finite, read_bytes
+from megadecode.models.files import check_finite, read_bytes, read_json
 from megadecode.models.weights import FloatArray
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _KINDS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 MAX_HEADER_BYTES = 100_000_000
 
@@ -59,8 +60,41 @@ class StoredTensor:
         )
 
 
-def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, each of which lies wholly inside it. Raises ModelError."""
+def open_weights(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a folder by its name; with an index, exactly what the index lists.
+
+    Raises ModelError, also for a shard that is missing or does not hold what the index says.
+    """
+    index = folder / INDEX
+    if not index.exists():
+        if (folder / WEIGHTS).is_file():
+            return read_safetensors(folder / WEIGHTS)[0]
+        others = sorted(p.name for p in folder.glob("*.bin")) or sorted(
+            p.name for p in folder.glob("*.safetensors")
+        )
+        found = f"; {others[0]} is not read" if others else ""
+        raise ModelError(f"{folder}: there is neither {WEIGHTS} nor {INDEX}{found}")
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ModelError(f"{index}: weight_map is missing or is not a table of file names")
+    shards: dict[str, dict[str, StoredTensor]] = {}
+    for name, file in places.items():
+        if file not in shards:
+            if Path(file).name != file:
+                raise ModelError(f"{index}: {file!r} is not the name of a file in this folder")
+            if not (folder / file).is_file():
+                raise ModelError(f"{index}: tensor {name!r} is in {file}, which is missing")
+            shards[file] = read_safetensors(folder / file)[0]
+        if name not in shards[file]:
+            raise ModelError(f"{index}: tensor {name!r} is not in {file}, where it should be")
+    return {name: shards[file][name] for name, file in places.items()}
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of a file, each of which lies wholly inside it, and its metadata.
+
+    Raises ModelError.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -79,8 +113,11 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{path}: its header is damaged: {error}") from None
     if not isinstance(header, dict):
         raise ModelError(f"{path}: its header is damaged: not a JSON table")
-    header.pop("__metadata__", None)
-    return {name: _entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise ModelError(f"{path}: its header is damaged: __metadata__ is {metadata!r:.80}")
+    start = 8 + length
+    return {name: _entry(path, name, e, start, size) for name, e in header.items()}, metadata
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from megadecode.config import ModelConfig
 from megadecode.errors import ModelError
 from megadecode.models.tokenizer import Tokenizer
@@ -66,30 +64,6 @@ class StoredModel:
         """All tensors in order of use, each read when it is reached."""
         for name in tensor_shapes(self.config):
             yield name, self.tensor(name)
-
-
-def read_bytes(path: Path, name: str, dtype: str, count: int, offset: int) -> np.ndarray:
-    """`count` elements of the stored tensor `name`; ModelError if they are not there any more."""
-    try:
-        with path.open("rb") as file:
-            raw = np.fromfile(file, dtype, count, offset=offset)
-    except OSError as error:
-        raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}") from None
-    if raw.size != count:
-        raise ModelError(f"{path}: tensor {name!r} is cut short; the file changed on disk")
-    return raw
-
-
-def check_finite(path: Path, name: str, values: FloatArray) -> FloatArray:
-    """`values` themselves; ModelError if there is NaN or infinity among them."""
-    # min and max both carry a NaN, and need no temporary.
-    if not (np.isfinite(values.min()) and np.isfinite(values.max())):
-        bad = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ModelError(
-            f"{path}: tensor {name!r} holds {values.flat[bad]} at element {bad}; "
-            "the file is damaged"
-        )
-    return values
 
 
 def wrong_shape(

@@ -4,11 +4,12 @@ import dataclasses
 import inspect
 
 import pytest
-from tiny_model import model, prompt, tiny_engine
+from tiny_model import CONFIG, model, prompt, tiny_engine
 
 import megadecode
 from megadecode import (
     Engine,
+    ModelConfig,
     ParameterError,
     PromptError,
     Request,
@@ -91,6 +92,20 @@ SAMPLING = {
     "logprobs": [*INTEGERS, None],
     "logit_bias": [5, None, [1], {"a": 1}, {1: "b"}, {1: None}, {1.5: 1}, WRONG],
 }
+POSITIVE = [0, -1, "8", 1.5, True, None, [1], WRONG]
+MODEL = {
+    "name": [5, None, b"x", WRONG],
+    **dict.fromkeys(
+        ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context_tokens"),
+        POSITIVE,
+    ),
+    "rope_theta": ["1", True, None, 0, float("nan"), WRONG],
+    "rms_eps": ["1", True, None, -1.0, float("inf"), WRONG],
+    **dict.fromkeys(("tied_embeddings", "qkv_bias", "qk_norm"), FLAGS),
+    "rope_scaling": [5, "yarn", {}, WRONG],
+    "bos_id": ["1", 1.5, True, -1, 10**6, WRONG],
+    "stop_ids": [5, None, [1], ("1",), (1.5,), (True,), (10**6,), WRONG],
+}
 REFUSED = (ParameterError, PromptError)
 
 
@@ -143,6 +158,12 @@ def test_sampling_parameters(name, value):
         megadecode.run("hi", **{name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), cases(MODEL))
+def test_model_configuration(name, value):
+    with pytest.raises(ValueError, match="token id" if name.endswith(("_id", "_ids")) else name):
+        dataclasses.replace(CONFIG, **{name: value})
+
+
 @pytest.mark.parametrize(("name", "value"), cases(RUN))
 def test_run(name, value, monkeypatch):
     monkeypatch.setattr("megadecode.engine._load", lambda *_: (model(), None))
@@ -159,6 +180,7 @@ def test_every_parameter_is_in_the_table():
     assert parameters(Engine) == set(ENGINE)
     assert parameters(megadecode.run) == set(RUN)
     assert {field.name for field in dataclasses.fields(SamplingParams)} == set(SAMPLING)
+    assert {field.name for field in dataclasses.fields(ModelConfig)} == set(MODEL)
     methods = {
         name: parameters(function)
         for name, function in inspect.getmembers(Engine, inspect.isfunction)

@@ -36,6 +36,7 @@ def test_both_sides_take_turns_and_every_step_is_accounted_for():
         for one in report[side]["rounds"]:
             assert one["tokens"] == 48
             assert sum(one["stages"].values()) == pytest.approx(one["step_us"])
+            assert -0.05 < one["stages"]["between steps"] / one["step_us"] < 0.9
             assert list(one["stages"]) == [*STAGES, "between steps"]
             assert one["tok_s"] == pytest.approx(one["tau"] / one["step_us"] * 1e6)
             assert one["read_gb_s"] > 0
@@ -47,6 +48,8 @@ def test_both_sides_take_turns_and_every_step_is_accounted_for():
     layer = c.hidden * (2 * c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.hidden * c.ffn
     weights = 4 * (c.layers * layer + c.vocab * c.hidden)
     assert 1 < plain["read_bytes"] / weights < 1.2, "all weights once, and some keys and values"
+    with Engine(td.target(), ctx=64, workers=1, draft="off") as engine:
+        assert module.weight_bytes(engine) == weights
     assert speculating["read_bytes"] > plain["read_bytes"]
     assert report["speedups"] == [
         a["tok_s"] / b["tok_s"] for a, b in zip(speculating["rounds"], plain["rounds"])

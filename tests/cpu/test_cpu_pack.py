@@ -62,7 +62,7 @@ def test_an_untied_head_is_packed_beside_the_embedding() -> None:
 
 
 def test_biases_lie_like_the_outputs_they_belong_to() -> None:
-    config = dataclasses.replace(TINY, qkv_bias=True, qk_norm=True)
+    config = dataclasses.replace(TINY, qkv_bias=True, qk_norm=True, head_dim=64)
     tensors = random_tensors(config)
     for part in ("q", "k", "v"):  # every output's weights start with its bias
         for i in range(config.layers):
@@ -70,7 +70,8 @@ def test_biases_lie_like_the_outputs_they_belong_to() -> None:
     w = pack.pack_weights(config, tensors.__getitem__, 10)
     for i in range(config.layers):
         np.testing.assert_array_equal(w.qkv_bias[i], unpack(w.qkv[i])[:, 0])
-    assert pack.pack_weights(TINY, tensors.__getitem__, 10).qkv_bias.shape == (2, 0)
+    without = dataclasses.replace(config, qkv_bias=False)
+    assert pack.pack_weights(without, tensors.__getitem__, 10).qkv_bias.shape == (2, 0)
 
 
 def test_bfloat16_rounds_to_nearest_even() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,12 +34,16 @@ def test_accuracy(tokens: np.ndarray, one_by_one: np.ndarray) -> None:
     assert np.abs(one_by_one - exact).max() <= 2 * np.abs(plain - exact).max()
 
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "ungrouped": dict(heads=4, kv_heads=4, head_dim=64, hidden=64, ffn=16, vocab=31),
     "untied": dict(heads=8, kv_heads=1, hidden=160, ffn=48, vocab=65, tied_embeddings=False),
     "bias": dict(qkv_bias=True),
     "norms": dict(qk_norm=True, head_dim=64, rms_eps=1e-2),
     "bias and norms": dict(qkv_bias=True, qk_norm=True),
+    # Groups and head sizes of published Qwen models.
+    "groups of 5": dict(heads=10, kv_heads=2, qkv_bias=True),
+    "groups of 7": dict(heads=14, kv_heads=2, head_dim=64, qkv_bias=True),
+    "heads of 128": dict(heads=4, kv_heads=2, head_dim=128, qk_norm=True),
 }
 
 
@@ -98,15 +103,19 @@ def test_neighbours_change_no_bit(
     np.testing.assert_array_equal(got, one_by_one[rows])
 
 
-def test_bf16_weights_compute_what_their_rounded_values_say(tokens: np.ndarray) -> None:
-    tensors = random_tensors(TINY)
+@pytest.mark.parametrize("shape", [{}, SHAPES["bias and norms"]], ids=["plain", "bias and norms"])
+def test_bf16_weights_compute_what_their_rounded_values_say(
+    tokens: np.ndarray, shape: dict[str, Any]
+) -> None:
+    config = dataclasses.replace(TINY, **shape)
+    tensors = random_tensors(config)
     rounded = {
         name: value
         if value.ndim == 1
         else (round_bfloat16(value).astype(np.uint32) << 16).view(np.float32)
         for name, value in tensors.items()
     }
-    half, full = Step(TINY, tensors, dtype="bf16"), Step(TINY, rounded)
+    half, full = Step(config, tensors, dtype="bf16"), Step(config, rounded)
     for first, end in ((0, 90), (90, 91), (91, 100)):
         segment = [Segment(0, first, tokens[first:end])]
         np.testing.assert_array_equal(half.run(segment), full.run(segment))

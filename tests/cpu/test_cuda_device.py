@@ -6,6 +6,7 @@ import json
 import os
 import re
 
+import numpy as np
 import pytest
 
 from cute_kernels.gpu import build
@@ -66,6 +67,8 @@ def test_models_and_kernels_belong_together():
         assert cuda_kernel.choose_config(config, H200).ctas <= 132
     shallow = dataclasses.replace(preset_config("odd-768"), layers=2, vocab=100, name="mine")
     assert cuda_kernel.shape_of(shallow).layers == 2
+    single = dataclasses.replace(shallow, rms_eps=float(np.float32(1e-5)))
+    assert cuda_kernel.shape_of(single) == cuda_kernel.shape_of(shallow)
     for change in ({"ffn": 4096}, {"tied_embeddings": False}, {"qk_norm": True}):
         wrong = dataclasses.replace(shallow, **change)
         with pytest.raises(ModelError, match=r"mine: device 'cuda' has no kernel for hidden=768, "):

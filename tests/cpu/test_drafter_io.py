@@ -126,7 +126,8 @@ def test_shapes_and_names_of_tensors(tmp_path, tensors) -> None:
     )  # fmt: skip
     stored(tensors | {name: np.zeros(32, np.int32)})
     refused(
-        f"{file}: tensor '{name}' has dtype I32; expected one of F32, F16, BF16",
+        f"{file}: tensor '{name}' has dtype I32, which cannot be converted to fp32; F32, F16, "
+        "BF16 can",
         load_drafter, tmp_path,
     )  # fmt: skip
 
@@ -137,7 +138,7 @@ def test_damaged_and_foreign_files(tmp_path, tensors) -> None:
     whole = file.read_bytes()
     for size in (0, 7, 100, len(whole) - 1):
         file.write_bytes(whole[:size])
-        with pytest.raises(ModelError, match=r"d\.safetensors: cannot be read as safetensors: "):
+        with pytest.raises(ModelError, match=r"d\.safetensors: .*; it is truncated"):
             load_drafter(file)
     save_file({"a": torch.zeros(1)}, file)
     refused(
@@ -150,7 +151,7 @@ def test_damaged_and_foreign_files(tmp_path, tensors) -> None:
         load_drafter(file)
     with pytest.raises(ModelError, match=r"config\.json: cannot be read: "):
         load_drafter(tmp_path)
-    with pytest.raises(ModelError, match="cannot be read as safetensors: "):
+    with pytest.raises(ModelError, match="absent: cannot be read: No such file"):
         load_drafter(tmp_path / "absent")
     write_checkpoint(tmp_path, DRAFTER, tensors)
     index = tmp_path / "model.safetensors.index.json"

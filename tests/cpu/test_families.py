@@ -6,6 +6,7 @@ package. The bound is 1e-4 of the largest logit, in fp32.
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from dataclasses import replace
@@ -21,6 +22,8 @@ from gguf.quants import dequantize
 from hf_models import logits, transformers_model, write_folder
 from tiny_drafter import TARGET, drafter
 from tiny_gguf import quantized, write_gguf
+from tiny_tokenizers import KINDS
+from tiny_tokenizers import TEMPLATE as CHAT_TEMPLATE
 
 from megadecode import Engine, ModelConfig, SamplingParams
 from megadecode.models.gguf_file import load
@@ -277,6 +280,34 @@ def test_speculation_on_a_target_with_biases_and_norms() -> None:
         drafted = engine.submit(prompt, params).result(60)
     assert drafted.token_ids == plain.token_ids
     assert drafted.logprobs == plain.logprobs
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama2"])
+def test_text_in_and_text_out_of_a_folder(tmp_path: Path, kind: str) -> None:
+    pipeline = KINDS[kind]()
+    config = replace(QWEN2, vocab=pipeline.get_vocab_size() + 5)
+    write_folder(tmp_path, weights_of(config))
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<|bos|>", "eos_token": "<|end|>"})
+    )
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|end|>"
+    )
+    text, params = "They'll say 12345 — 日本語 <|end|>", SamplingParams(max_new_tokens=40)
+    chat = [{"role": "user", "content": "hello world"}]
+    with Engine(tmp_path, ctx=256, slots=2, workers=2, draft="off") as engine:
+        plain = theirs.encode(text.replace("<|end|>", ""))
+        assert engine.encode(text, chat=False).tolist()[: len(plain)] == plain
+        assert theirs.convert_tokens_to_ids("<|end|>") not in engine.encode(text, chat=False)
+        rendered = theirs.apply_chat_template(chat, chat_template=CHAT_TEMPLATE, tokenize=False)
+        ids = theirs.encode(rendered, add_special_tokens=False)
+        assert engine.encode(chat).tolist()[: len(ids)] == ids
+        result = engine.submit(chat, params).result(60)
+        raw = engine.submit(text, params, chat=False).result(60)
+        assert result.text == engine.tokenizer.decode(result.token_ids)
+        assert len(raw.token_ids) > 0
 
 
 def test_a_known_path_of_either_kind(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from megadecode import ModelConfig
 from megadecode.errors import ModelError
-from megadecode.models.hf_folder import INDEX, WEIGHTS, load_folder
+from megadecode.models.hf_folder import load_folder
 from megadecode.models.random_model import random_model
+from megadecode.models.safetensors_file import INDEX, WEIGHTS
 from megadecode.rope import DynamicNtk, Linear, Llama3, RopeScaling, Yarn
 
 SHAPE = ModelConfig(
@@ -398,6 +399,9 @@ DAMAGED = {
     "other file": (b"PK\3\4" + bytes(40), "its header claims 67324752 bytes, the file has 44;"),
     "not JSON": (raw_file(b"{not"), "its header is damaged: Expecting property name"),
     "no table": (raw_file([1]), "its header is damaged: not a JSON table"),
+    "metadata": (
+        raw_file({"__metadata__": 5}), "its header is damaged: __metadata__ is 5",
+    ),
     "twice": (raw_file(b'{"a": {}, "a": {}}'), "its header is damaged: 'a' appears twice"),
     "no entry": (raw_file({UP: 5}), f"the entry of tensor {UP!r} is damaged: 5"),
     "no dtype": (raw_file(entry(dtype=None)), f"the entry of tensor {UP!r} is damaged: {{'dtype"),

@@ -12,17 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    Regex,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
-from tokenizers import Tokenizer as Pipeline
+from tiny_tokenizers import CONTROL, KINDS, LONG, TEMPLATE, WORDS
 from transformers import PreTrainedTokenizerFast
 
 from megadecode.errors import ModelError, PromptError
@@ -30,91 +20,6 @@ from megadecode.models.gguf_tokenizer import from_gguf
 from megadecode.models.hf_tokenizer import read_tokenizer
 from megadecode.models.stream import TextStream
 from megadecode.models.tokenizer import Tokenizer
-
-CORPUS = [
-    "The quick brown fox jumps over the lazy dog, didn't it? They'll say: \"we've seen 1234567.\"",
-    "def f(x):\n    return x ** 2  # squared\n\n\nprint(f(12), f(345))\r\n\tif x != None:\n",
-    "Über die Brücke gehen viele Leute. Ça va très bien; naïve façade — “quotes”…",
-    "日本語のテキスト、そして한국어와中文。Привет, мир! Ελληνικά 🎉👍🏽",
-    "hello world hello worlds HELLO World world's 1 22 333 4444 55555",
-] * 3
-CONTROL = ["<|bos|>", "<|start|>", "<|end|>"]
-WORDS = ["<think>", "</think>"]  # added tokens that are text
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n<think>{% endif %}"
-)
-# As the published files of these models spell them.
-QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-
-
-def byte_level(pattern: str, normalizer: Any = None, bos: bool = False, whole: bool = False) -> Any:
-    made = Pipeline(models.BPE(ignore_merges=whole))
-    if normalizer is not None:
-        made.normalizer = normalizer
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(CORPUS, trainer)
-    return finish(made, bos)
-
-
-def sentencepiece(first: bool) -> Any:
-    """Llama 2's kind: spaces become U+2581, unknown characters their bytes.
-
-    `first`: only a text's beginning gets a space in front, not what follows a control token.
-    """
-    made = Pipeline(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
-    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=special, show_progress=False, max_token_length=12
-    )
-    made.train_from_iterator(CORPUS, trainer)
-    data = json.loads(made.to_str())
-    data["added_tokens"] = data["added_tokens"][:1]  # bytes are ordinary tokens
-    made = Pipeline.from_str(json.dumps(data))
-    if first:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        made.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
-    else:
-        made.pre_tokenizer = None
-        made.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    return finish(made, bos=True)
-
-
-def finish(made: Any, bos: bool) -> Any:
-    made.add_special_tokens([AddedToken(text, normalized=False) for text in CONTROL])
-    made.add_tokens([AddedToken(text, normalized=False) for text in WORDS])
-    if bos:
-        made.post_processor = processors.TemplateProcessing(
-            single="<|bos|> $A", special_tokens=[("<|bos|>", made.token_to_id("<|bos|>"))]
-        )
-    return made
-
-
-KINDS: dict[str, Callable[[], Any]] = {
-    "qwen": lambda: byte_level(QWEN, normalizers.NFC()),
-    "llama3": lambda: byte_level(LLAMA3, bos=True, whole=True),
-    "llama2": lambda: sentencepiece(first=False),
-    "mistral": lambda: sentencepiece(first=True),
-}
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +54,7 @@ def pair(request: pytest.FixtureRequest, written: Path) -> tuple[Tokenizer, Any]
 characters = st.characters(codec="utf-8")
 pieces = st.sampled_from(
     ["hello", " world", "'ll", "'S", "1234", " 5", "\n\n", "  ", "\t", "é", "é", "日本", "🎉",
-     "<think>", "</think>", "<thi", "…", " — ", "!?", "_x", "\r\n"]
+     "<think>", "</think>", "<thi", "…", " " + LONG, "12345", "they'll", "—", "!?", "_x", "\r\n"]
 )  # fmt: skip
 texts = st.lists(pieces | st.text(characters, max_size=4), max_size=10).map("".join)
 hostile = st.lists(
@@ -211,16 +116,16 @@ def test_no_text_becomes_a_control_token(pair: tuple[Tokenizer, Any], text: str)
 @given(text=texts)
 def test_round_trip(pair: tuple[Tokenizer, Any], text: str) -> None:
     ours, theirs = pair
-    normal = theirs.backend_tokenizer.normalizer
+    normalizer = theirs.backend_tokenizer.normalizer
     ids = ours.encode(text, specials=False)
-    expected = normal.normalize_str(text) if isinstance(normal, normalizers.NFC) else text
-    if ours.encode("a", specials=False) == ours.encode(" a", specials=False)[-1:]:
-        expected = text  # a space in front is text already
     got = ours.decode(ids)
-    if "▁" in "".join(theirs.convert_ids_to_tokens(ids)):  # U+2581 is a space there
-        assert got.replace(" ", "").replace("▁", "") == expected.replace(" ", "").replace("▁", "")
-    else:
-        assert got == expected
+    if theirs.unk_token is None and "ByteLevel" in str(theirs.backend_tokenizer.decoder):
+        assert got == (normalizer.normalize_str(text) if normalizer else text)
+    else:  # U+2581 is a space, and a word at the beginning or behind an added token gets one
+        bare = text.replace("\u2581", " ")
+        exact = not any(word in text for word in WORDS)
+        assert got.replace(" ", "") == bare.replace(" ", "")
+        assert not exact or got.lstrip(" ") == bare.lstrip(" ")
     stream = TextStream(ours)
     assert "".join(stream.push([i]) for i in ids) + stream.finish() == got
 
@@ -314,6 +219,10 @@ def test_unused_tokens_are_silent_and_unreachable(written: Path) -> None:
     [
         ({"ggml.scores": None}, "tokenizer.ggml.scores is missing, but should be of type ndarray"),
         ({"ggml.scores": np.zeros(3, np.float32)}, "tokenizer.ggml.scores has 3 entries for "),
+        (
+            {"ggml.remove_extra_whitespaces": True},
+            "tokenizer.ggml.remove_extra_whitespaces is not supported",
+        ),
         ({"ggml.add_eos_token": True}, "tokenizer.ggml.add_eos_token is not supported: a prompt"),
     ],
 )
@@ -380,8 +289,9 @@ def test_templates(folder: Path) -> None:
         said()
     assert str(caught.value) == f"{settings}: chat_template is 5; expected text"
     edit(settings, lambda v: v.update(chat_template="{% if %}"))
-    with pytest.raises(ModelError, match="the chat template cannot be compiled"):
+    with pytest.raises(ModelError) as caught:
         said()
+    assert str(caught.value).startswith(f"{settings}: the chat template cannot be compiled: ")
 
 
 def test_tokens_that_only_the_settings_know(folder: Path) -> None:

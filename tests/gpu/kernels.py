@@ -53,13 +53,12 @@ def prompts() -> dict[str, tuple[Config, Callable]]:
 
 
 def timed() -> dict[str, Config]:
-    """Whole models, whose steps are timed: time_decode.py."""
-    out = {}
-    for name in ("smollm2-135m", "llama-3.2-1b"):
-        out[f"timed-matrices-{name}"] = product(name, attention=False, prompt=False)
-        out[f"timed-{name}"] = product(name)
-        out[f"timed-{name}-noprobe"] = product(name, probe_from=9)
+    """Whole models, whose steps are timed: experiments/gpu_steps.py."""
+    models = ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b")
+    out = {f"timed-{name}": product(name) for name in models}
+    for name in models[:2]:
         out[f"timed-{name}-phases"] = product(name, timing=True)
+        out[f"timed-{name}-matrices"] = product(name, attention=False, prompt=False)
     return out
 
 
