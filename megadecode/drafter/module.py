@@ -126,6 +126,11 @@ class DrafterModule(nn.Module):
             seen &= distance.abs() < window
         return seen
 
+    def reserve(self, positions: int) -> None:
+        """Make the rotary table that long at once. It is not replaced by a longer one then, which
+        a captured graph could not follow."""
+        self._turn(positions, self.fc.weight)
+
     def _turn(self, positions: int, like: torch.Tensor) -> torch.Tensor:
         """[positions at least, 2, head_dim / 2] cosines and sines, in fp32 at least."""
         kind = torch.promote_types(like.dtype, torch.float32)

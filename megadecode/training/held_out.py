@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from megadecode.training.corpus import Corpus
 from megadecode.training.head_loss import head_loss
-from megadecode.training.trainer import CHUNK_ROWS, Trainer
+from megadecode.training.trainer import CHUNK_ROWS, SIZE, Trainer
 
-SIZE, MOST_ANCHORS = 512, 384
+MOST_ANCHORS = 384
 
 
 class HeldOutChain:

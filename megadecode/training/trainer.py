@@ -30,6 +30,8 @@ from megadecode.training.start import start_module
 from megadecode.training.target import TorchTarget
 
 CHUNK_ROWS = 2048
+SIZE = 512
+"""Tokens of the texts that held-out tau is watched on."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Trainer:
             device=target.device, shortest=recipe.shortest, long_weight=recipe.long_weight,
             samples=samples,
         )  # fmt: skip
+        self.module.reserve(max(*self.batches.buckets, SIZE) + recipe.block_size)
         on_gpu = target.device.type == "cuda"
         self.features = features or Features(
             target, self.batches, self.config.taps,
