@@ -89,9 +89,11 @@ class Author:
             left = [kind for kind, (count, _) in kinds.items() if done[kind] < count]
             if not left:
                 return
-            # The kind that lags most behind; the first answers feed the others.
-            kind = min(left, key=lambda k: (done[k] / kinds[k][0], k != "answers"))
-            kind = kind if self.pool[False] else "answers"
+            # The kind that lags most behind, its next batch counted: one batch may be much of a
+            # kind's share, and the longer the texts, the more time it takes.
+            batch = {kind: min(self.rows_of(kinds[kind][1]), kinds[kind][0]) for kind in left}
+            kind = min(left, key=lambda k: (done[k] + batch[k]) / kinds[k][0])
+            kind = kind if self.pool[False] else "answers"  # these feed the others
             count, context = kinds[kind]
             most = min(count - done[kind], self.rows_of(context))
             if kind == "answers":
