@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from host import cuda
+from host.watch import describe_fault
 from host.wire import State, Word, make_wire
 
 
@@ -132,3 +133,20 @@ def test_closing_behind_one_that_has_left_lets_go(cu):
     device = make_device(cu, keep=keep, owned=object())
     assert device.close(5) is True
     assert keep == [False] and device._owned is None
+
+
+def test_a_hang_is_told_with_more_ctas_than_a_word_has_bits():
+    control = np.zeros(Word.PHASE + 8 * 200, np.int64)
+    device = SimpleNamespace(
+        crash=None, workers=200, worker_name="CTA", operations=("qkv[0]", "head")
+    )
+    control[Word.FAULT_OPERATION] = 1
+    for cta in (0, 63, 64, 199):
+        word = Word.FAULT_WORKERS + cta // 64
+        control[word : word + 1].view(np.uint64)[:] |= np.uint64(1 << cta % 64)
+    said = str(describe_fault(control, device))
+    assert said.startswith(
+        "the device hung in phase head: CTA 0, 63, 64, 199 of 200 did not arrive"
+    )
+    control[Word.FAULT_OPERATION] = -1
+    assert "hung before the first phase of a step: CTA 0," in str(describe_fault(control, device))
