@@ -36,6 +36,7 @@ def test_both_sides_take_turns_and_every_step_is_accounted_for():
         for one in report[side]["rounds"]:
             assert one["tokens"] == 48
             assert sum(one["stages"].values()) == pytest.approx(one["step_us"])
+            assert -0.05 < one["stages"]["between steps"] / one["step_us"] < 0.9
             assert list(one["stages"]) == [*STAGES, "between steps"]
             assert one["tok_s"] == pytest.approx(one["tau"] / one["step_us"] * 1e6)
             assert one["read_gb_s"] > 0

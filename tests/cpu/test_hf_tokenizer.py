@@ -354,6 +354,10 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
         FILE, lambda v: v.update(added_tokens=[{"id": 3}]),
         "added_tokens is damaged: every entry needs an id and a content",
     ),
+    "added below zero": (
+        FILE, lambda v: v["added_tokens"][0].update(id=-1),
+        "added_tokens is damaged: every entry needs an id and a content",
+    ),
     "added in settings": (
         SETTINGS, lambda v: v.update(added_tokens_decoder={"x": {}}),
         "added_tokens is damaged: every entry needs an id and a content",
