@@ -80,6 +80,9 @@ def _read(folder: Path, data: dict[str, Any], settings: dict[str, Any]) -> Token
         type(i) is int and i >= 0 for i in vocabulary.values()
     ):
         raise ModelError("model.vocab is missing or is not a table of token ids")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key) not in (None, "", 0.0):
+            raise ModelError(f"model.{key} = {model[key]!r:.80} is not supported")
     to_bytes, marks = _spelling(data), Marks()
     data |= {"padding": None, "truncation": None}
     control, own_text = _mark_control_tokens(data, _added_tokens(data, settings), marks)
@@ -185,6 +188,9 @@ def _prefix(pipeline: Pipeline, control: dict[str, int], settings: dict[str, Any
         prefix = full[: len(full) - len(bare)]
         if prefix + bare != full:
             raise ModelError("post_processor adds tokens behind the text: not supported")
+        for token in prefix:
+            if pipeline.id_to_token(token) is None:
+                raise ModelError(f"post_processor adds token {token}, which does not exist")
         return prefix
     if not add_bos:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,33 @@ def test_json_that_is_none(
     with pytest.raises(ModelError) as caught:
         load_folder(path)
     assert str(caught.value).startswith(f"{path / file}: {message}")
+
+
+ANYTHING = ("x", -1, 0, 1.5, ..., True, [], [7], {}, {"a": 1}, 10**400, float("nan"), float("inf"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_any_value_of_any_key_is_a_model_or_a_message(
+    folder: Callable[[str], Path], family: str
+) -> None:
+    path = folder(family)
+    whole = (path / "config.json").read_text()
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 500.0, "beta_fast": 32.0,
+            "original_max_position_embeddings": 32, "truncate": True}  # fmt: skip
+    changes: list[dict[str, Any]] = [
+        {key: value} for key in json.loads(whole) for value in ANYTHING
+    ] + [
+        {"rope_parameters": rope | {key: None if value is ... else value}}
+        for key in rope
+        for value in ANYTHING
+    ]
+    messages = 0
+    for change in changes:
+        (path / "config.json").write_text(whole)
+        edit(path / "config.json", change)
+        try:
+            load_folder(path).config.for_context(64).rotations(4)
+        except ModelError as error:
+            messages += 1
+            assert str(error).startswith(str(path))
+    assert messages > len(changes) // 4
