@@ -1,5 +1,6 @@
 """`megadecode bench` times what it says it times."""
 
+import dataclasses
 import json
 import re
 
@@ -10,7 +11,7 @@ from speculative import ids
 
 import megadecode.bench as module
 from cute_kernels.plan import PHASES
-from megadecode import Engine, ParameterError
+from megadecode import Engine, ParameterError, Request
 from megadecode.commands import bench as bench_command
 from megadecode.trace import STAGES, PhaseFigures, bytes_per_step, stage_of, stage_us
 
@@ -91,6 +92,19 @@ def test_sides_that_differ_void_the_figures(monkeypatch):
     monkeypatch.setattr(module, "_round", lying)
     with pytest.raises(module.Void, match="round 1, speculation, gave other tokens"):
         measure(tokens=4)
+
+
+def test_a_trace_that_misses_a_step_or_a_request_that_fails_voids_them_too(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "decode_steps_of", lambda figures: 5)
+        with pytest.raises(module.Void, match="the trace holds 5 decode steps, the requests had 6"):
+            measure(draft="off", tokens=4)
+    result = Request.result
+    monkeypatch.setattr(
+        Request, "result", lambda self: dataclasses.replace(result(self), error="a NaN")
+    )
+    with pytest.raises(module.Void, match="a request ended with an error: a NaN"):
+        measure(draft="off", tokens=4)
 
 
 def test_without_a_drafter_only_plain_decoding_is_measured():
