@@ -98,8 +98,11 @@ def _rate(policy, rows):
 
 @jit
 def _toward(old, new, step):
-    """`old` moved towards `new`, a single measurement counting as at most a factor of two."""
-    return old + step * (min(max(new, old / 2), 2 * old) - old)
+    """`old` moved towards `new`, at most a factor of two at a time; faster down than up, for what
+    disturbs a measurement makes it longer, and a cold start is the longest of all."""
+    if new < old:
+        return old + 0.5 * (max(new, old / 2) - old)
+    return old + step * (min(new, 2 * old) - old)
 
 
 @jit
@@ -204,9 +207,11 @@ def cut_budget(policy, slot, expected, nodes, rows, slots):
 @jit
 def _note_profit(slot, accepted):
     """After a step that drafted for the slot: what came of it, and whether it rests now."""
-    worth = accepted - slot.cost
+    worth = max(accepted - slot.cost, -1.0)
     slot.profit = np.float32(_PROFIT_MEMORY * slot.profit + (1 - _PROFIT_MEMORY) * worth)
-    if slot.profit < 0:
+    if slot.profit < 0 and worth > 0:  # looks better than it did: no rest now
+        slot.idle_rounds = max(slot.idle_rounds - 1, 0)
+    elif slot.profit < 0:
         slot.rest = min(1 << slot.idle_rounds, _LONGEST_REST)
         slot.idle_rounds += 1 if slot.rest < _LONGEST_REST else 0
     else:

@@ -44,7 +44,7 @@ def _has_avx512() -> bool:
 
 # AVX-512: 32 registers hold 24 accumulators. AVX2 (16 registers of half a vector) and NEON (32 of a
 # quarter) hold 6 rows of one tile, so there a pair is two passes.
-WIDE_ROW_TILES, NARROW_ROW_TILES = (12, 8, 6, 4, 3, 2, 1), (6, 4, 3, 2, 1)
+WIDE_ROW_TILES, NARROW_ROW_TILES = (12, 8, 7, 6, 4, 3, 2, 1), (6, 4, 3, 2, 1)
 ROW_TILES = WIDE_ROW_TILES if _has_avx512() else NARROW_ROW_TILES
 _TILES_AT_ONCE = 2 if ROW_TILES is WIDE_ROW_TILES else 1
 

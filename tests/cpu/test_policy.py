@@ -72,7 +72,8 @@ class Drafter:
         return tokens / STEPS / (machine(1 + budget) + (draft_ms if budget else 0))
 
 
-def play(drafter, machine, draft_ms, noise=0.05, seed=1, slow_from=STEPS, slots=1, length=STEPS):
+def play(drafter, machine, draft_ms, noise=0.05, seed=1, slow_from=STEPS, slots=1, length=STEPS,
+         cold=0):  # fmt: skip
     """Tokens per ms of the automatic budget over the later two thirds, its share of steps with
     nodes, and its budgets. Requests take `length` steps each; from step `slow_from` on the machine
     takes twice the time. All slots see the same drafts."""
@@ -98,6 +99,8 @@ def play(drafter, machine, draft_ms, noise=0.05, seed=1, slow_from=STEPS, slots=
         factor = np.exp(noise * rng.standard_normal()) * (1 + (step >= slow_from))
         if rng.random() < 0.01:
             factor *= 5  # something else had the cores
+        if step < cold:
+            factor *= 10
         target, draft = machine(rows) * factor, (draft_ms * factor if drafting else 0.0)
         note_step(policy, rows, came, int(target * 1e6), int(draft * 1e6), len(drafting) > 0)
         budgets.append(sum(nodes) / slots)
@@ -134,6 +137,15 @@ def test_a_slower_machine_does_not_unsettle_it():
     assert share > 0.95 and slow_share > 0.95
     assert abs(np.median(budgets) - np.median(slowed)) <= 4
     assert slow > 0.97 * rate * (1 / (1 / 4 + 2 * 3 / 4))
+
+
+def test_a_cold_start_is_forgotten():
+    """The first steps touch memory for the first time and take ten times as long, drafts too."""
+    drafter = Drafter(4.0)
+    for cold in (1, 3, 10):
+        _, share, budgets = play(drafter, small_machine, 4.5, length=60, cold=cold)
+        assert np.mean(np.array(budgets[: 2 * 60 + cold]) > 0) > 0.8, (cold, budgets[:100])
+        assert share > 0.93
 
 
 def test_many_slots_share_the_machine():
