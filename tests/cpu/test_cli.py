@@ -166,6 +166,7 @@ def test_doctor_finds_what_the_default_run_needs(model_path):
 
 def test_doctor_on_an_empty_home_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGADECODE_HOME", str(tmp_path / "nothing here"))
+    monkeypatch.setattr("megadecode.drafter.find.SHIPPED", tmp_path)
     found = {check.what: check for check in checks()}
     assert not found["model smollm2-135m"].ok
     assert found["model smollm2-135m"].advice
