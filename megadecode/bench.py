@@ -125,7 +125,7 @@ def _round(
         results.append(engine.submit(prompt, params).result())
         if results[-1].error:
             raise Void(f"a request ended with an error: {results[-1].error}")
-    figures = [f for f in engine.trace(reset=True) if f.kind == "decode"]
+    figures = [f for f in engine.trace() if f.kind == "decode"]
     engine.park()
     steps = sum(r.stats.steps for r in results)
     tokens = sum(r.stats.tokens for r in results)

@@ -8,8 +8,9 @@ a tree of B nodes in a step of R other rows is worth
 tokens, where q is the drafter's probability that a node is accepted; the best B of a ladder is
 taken. The tree's nodes come best first, so a smaller budget is the tree's beginning. (This is
 Dinkelbach's way to maximise a ratio of sums: its fixed point is the best rate.) `gain` corrects the
-drafter's probabilities by what was accepted lately. Where even the best B has not been worth the
-draft itself, averaged over the slot's last steps, the slot decodes plainly for a while.
+drafter's probabilities by what was accepted lately. Where what was accepted has not been worth the
+draft and the rows, averaged over the slot's last steps, the slot decodes plainly for a while; that
+is judged by what came and not by what was promised, so a drafter cannot talk its way in.
 
 Step times are known as a level, which follows the machine from step to step, times a shape over the
 number of rows, which starts from a guess and is measured. Neighbours of the chosen budget that have
@@ -30,8 +31,8 @@ LADDER = np.array([1, 3, 7, 11, 15, 23, 31, 47, 63], np.int64)
 
 LARGEST = 63
 _ROWS = np.array([1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256], np.float64)
-_LONGEST_REST = 64
-_PRIOR_TOKENS = 4.0  # as many accepted tokens as promised, before a slot has accepted anything
+_LONGEST_REST, _REMEMBERED_ROUNDS = 64, 3
+_PRIOR_TOKENS = 2.0  # as many accepted tokens as promised, before a slot has accepted anything
 _MEMORY = 0.93  # of promises and acceptances: some fourteen steps
 _PROFIT_MEMORY = 0.95
 _RATE_MEMORY = 0.95
@@ -132,12 +133,14 @@ def note_step(policy, rows, tokens, target_ns, draft_ns, drafted):
 
 @jit
 def open_slot(slot):
-    """A new request: drafting is tried, and what the slot's last one knew is half forgotten."""
+    """A new request: drafting is tried again. What the slot's last one has learned is kept: it had
+    the same drafter."""
     slot.rest = 0
-    slot.idle_rounds = 0
+    slot.idle_rounds = min(slot.idle_rounds, _REMEMBERED_ROUNDS)
     slot.profit = max(slot.profit, np.float32(0.0))
-    slot.promised = np.float32(0.5 * slot.promised + _PRIOR_TOKENS)
-    slot.accepted = np.float32(0.5 * slot.accepted + _PRIOR_TOKENS)
+    if slot.promised == 0:
+        slot.promised = _PRIOR_TOKENS
+        slot.accepted = _PRIOR_TOKENS
 
 
 @jit
@@ -173,8 +176,8 @@ def cut_budget(policy, slot, expected, nodes, rows, slots):
     """How many of a tree's `nodes` nodes to verify, where `slots` slots draft in a step of `rows`
     rows without nodes; the others are taken to choose alike.
 
-    `expected[B]` is the sum of the probabilities of its first B nodes. Remembers what drafting was
-    worth, and lets the slot rest when that is nothing.
+    `expected[B]` is the sum of the probabilities of its first B nodes. Remembers what the choice
+    costs, to be held against what comes of it.
     """
     base, rate = step_time(policy, rows), _rate(policy, rows)
     gain = slot.accepted / slot.promised
@@ -187,22 +190,33 @@ def cut_budget(policy, slot, expected, nodes, rows, slots):
             best, best_value, at = budget, value, i
         if budget == nodes:
             break
-    worth = best_value - rate * policy.times[1] / slots
-    slot.profit = np.float32(_PROFIT_MEMORY * slot.profit + (1 - _PROFIT_MEMORY) * worth)
     tried = _to_try(policy, at, nodes, rows, slots)
+    budget = tried if tried >= 0 else best
+    cost = step_time(policy, rows + slots * budget) - base + policy.times[1]
+    slot.cost = np.float32(rate * cost / slots)
+    if budget == 0:
+        _note_profit(slot, 0)
     if tried >= 0:
-        return tried
+        slot.rest = 0
+    return budget
+
+
+@jit
+def _note_profit(slot, accepted):
+    """After a step that drafted for the slot: what came of it, and whether it rests now."""
+    worth = accepted - slot.cost
+    slot.profit = np.float32(_PROFIT_MEMORY * slot.profit + (1 - _PROFIT_MEMORY) * worth)
     if slot.profit < 0:
         slot.rest = min(1 << slot.idle_rounds, _LONGEST_REST)
         slot.idle_rounds += 1 if slot.rest < _LONGEST_REST else 0
     else:
         slot.idle_rounds = 0
-    return best
 
 
 @jit
 def note_acceptance(slot, accepted, promised):
     """After a walk: nodes accepted against the sum of their probabilities."""
+    _note_profit(slot, accepted)
     slot.promised = np.float32(_MEMORY * slot.promised + promised)
     slot.accepted = np.float32(_MEMORY * slot.accepted + accepted)
     slot.promised = max(slot.promised, np.float32(0.05))

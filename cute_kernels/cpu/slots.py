@@ -53,7 +53,8 @@ SLOT = np.dtype(
         # and over steps
         ("rest", "i4"),  # steps for which drafting is suspended because it did not pay
         ("idle_rounds", "i4"),  # how often it was suspended in a row
-        ("profit", "f4"),  # tokens that drafting was worth lately beyond its cost, per step
+        ("cost", "f4"),  # of this step's draft and nodes, in tokens
+        ("profit", "f4"),  # accepted tokens less that, averaged over the last steps that drafted
         ("promised", "f4"),  # accepted nodes of late: what the drafter's probabilities promised,
         ("accepted", "f4"),  # and what came
     ]

@@ -16,6 +16,7 @@ from host.wire import (
     ENTRY_WORDS,
     REQUEST,
     SEQUENCE_WORD,
+    Command,
     CompletionKind,
     RequestKind,
     State,
@@ -295,7 +296,7 @@ def try_park(s: cutlass.Constexpr):
     mapped.fence()
     look(s)
     leave = Int32(1)
-    if has_request(s) | has_aborts(s) | (get(s, Own.COMMAND) != 0):
+    if has_request(s) | has_aborts(s) | (get(s, Own.COMMAND) != int(Command.RUN)):
         leave = Int32(0)
         set_state(s, State.RUNNING)
     return leave

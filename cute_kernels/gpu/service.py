@@ -139,8 +139,9 @@ def wait_done(s: cutlass.Constexpr):
 def report_hang(s: cutlass.Constexpr):
     """The deadline has passed: say which phase, and which CTAs are in it, then end the kernel.
 
-    Missing are the CTAs without results, of a step without results those that are in a phase. Of
-    these the least advanced are to blame: the others wait for what they have not published.
+    Missing are the CTAs without results, of a step without results those that are in a phase; all,
+    if none is in any. The least advanced of them are to blame: the others wait for what they have
+    not published.
     """
     n, decode = -(-s.ctas // 32), get(s, Own.FLIGHT) == int(Segment.DECODE)
     first, lates, phases = Int32(2**30), [], []
@@ -159,9 +160,12 @@ def report_hang(s: cutlass.Constexpr):
         phases.append(phase)
     for distance in cutlass.range_constexpr(5):
         first = cutlass.min(first, cute.arch.shuffle_sync_bfly(first, 1 << distance))
+    all_out = Int32(first == 2**30)
+    first = first * (1 - all_out)
     sample_phases(s)
     bits = [
-        Int64(mapped.ballot(lates[i] & Int32(phases[i] == first))) & 0xFFFFFFFF for i in range(n)
+        Int64(mapped.ballot((lates[i] | all_out) & Int32(phases[i] == first))) & 0xFFFFFFFF
+        for i in range(n)
     ]
     if s.lane == 0:
         mapped.st_word(s.control + 8 * int(Word.FAULT_OPERATION), Int64(first - 1))

@@ -59,7 +59,7 @@ class DrafterModule(nn.Module):
         context = self.hidden_norm(self.fc(features.flatten(2)))
         x = F.embedding(tokens, self.embed).flatten(1, 2) * self.config.input_embedding_scale
         at = (anchors[..., None] + torch.arange(rows, device=tokens.device)).flatten(1)
-        block = torch.arange(blocks, device=tokens.device).repeat_interleave(rows)
+        block = torch.arange(blocks * rows, device=tokens.device) // rows
         before = torch.arange(context.shape[1], device=tokens.device)
         # No anchor lies behind the context, so the table's length is known without the device.
         table = self._turn(context.shape[1] + rows, x)
@@ -113,14 +113,23 @@ class DrafterModule(nn.Module):
         """
         own = (block[None, :] == block[:, None]).expand(*at.shape, len(block))
         seen = torch.cat([before < anchors[..., block, None], own], -1)
+        window, causal = self.config.window_of(layer), self.config.causal(layer)
+        if window is not None and window >= len(before) + self.config.block_size:
+            window = None  # it covers every distance there is
+        if window is None and not causal:
+            return seen
         keys = torch.cat([before.expand(*at.shape[:-1], -1), at], -1)
         distance = at[..., :, None] - keys[..., None, :]
-        window, causal = self.config.window_of(layer), self.config.causal(layer)
         if causal:
             seen &= distance >= 0
         if window is not None:
             seen &= distance.abs() < window
         return seen
+
+    def reserve(self, positions: int) -> None:
+        """Make the rotary table that long at once. It is not replaced by a longer one then, which
+        a captured graph could not follow."""
+        self._turn(positions, self.fc.weight)
 
     def _turn(self, positions: int, like: torch.Tensor) -> torch.Tensor:
         """[positions at least, 2, head_dim / 2] cosines and sines, in fp32 at least."""
@@ -183,7 +192,7 @@ class _Attention(nn.Module):
         v = self._heads(self.v_proj(source))
         # Repeated by hand: torch's fast kernels know no groups of heads where there is a mask.
         group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen[:, None], scale=self.scale
         )

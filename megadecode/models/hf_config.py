@@ -6,6 +6,7 @@ over: what an architecture's published implementation does not read cannot chang
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -200,7 +201,7 @@ class _Keys:
         value = self.values.get(key)
         if value is None:
             return default[0] if default else self.refuse(f"key {self.prefix + key!r} is missing")
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             value = float(value)
         if type(value) is not kind:
             self.refuse(

@@ -80,38 +80,26 @@ def _read(folder: Path, data: dict[str, Any], settings: dict[str, Any]) -> Token
         type(i) is int and i >= 0 for i in vocabulary.values()
     ):
         raise ModelError("model.vocab is missing or is not a table of token ids")
-    to_bytes = _spelling(data)
-    marks, control, own_text = Marks(), {}, {}
-    added = []
-    for token in _added_tokens(data, settings):
-        text, number = token["content"], token["id"]
-        if token.get("special"):
-            control[text] = number
-            vocabulary.pop(text, None)
-            token = token | {"content": marks[number]}
-            if model.get("unk_token") == text:  # the model looks it up by its name
-                model["unk_token"] = marks[number]
-        else:
-            own_text[number] = text
-        vocabulary[token["content"]] = number
-        added.append(token)
-    size = 1 + max((*vocabulary.values(), *control.values()), default=-1)
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key) not in (None, "", 0.0):
+            raise ModelError(f"model.{key} = {model[key]!r:.80} is not supported")
+    to_bytes, marks = _spelling(data), Marks()
+    data |= {"padding": None, "truncation": None}
+    control, own_text = _mark_control_tokens(data, _added_tokens(data, settings), marks)
+    size = 1 + max(vocabulary.values(), default=-1)
     if size > len(vocabulary) + 1_000_000:
         raise ModelError(f"the largest token id is {size - 1} in a vocabulary of {len(vocabulary)}")
     try:
-        pipeline = Pipeline.from_str(
-            json.dumps(data | {"added_tokens": added, "padding": None, "truncation": None})
-        )
+        pipeline = Pipeline.from_str(json.dumps(data))
     except Exception as error:  # the package raises bare Exception
         raise ModelError(f"cannot be used: {error}") from None
 
-    silent = set(range(size)) - set(vocabulary.values())
     token_bytes = [b""] * size
-    taken = set(control.values())
+    silent = set(range(size)) - set(vocabulary.values()) | set(control.values())
     for text, number in vocabulary.items():
         if number in own_text:
             token_bytes[number] = own_text[number].encode()
-        elif number not in taken:
+        elif number not in silent:
             token_bytes[number] = to_bytes(text)
     prefix = _prefix(pipeline, control, settings)
     where, template = _find_template(folder)
@@ -130,6 +118,33 @@ def _read(folder: Path, data: dict[str, Any], settings: dict[str, Any]) -> Token
         raise ModelError(f"{where}: {error}") from None
 
 
+def _mark_control_tokens(
+    data: dict[str, Any], added: list[dict[str, Any]], marks: Marks
+) -> tuple[dict[str, int], dict[int, str]]:
+    """Rename control tokens to their marks throughout `data`.
+
+    Returns the control tokens, text -> id, and the text of the other added tokens by id.
+    """
+    model: dict[str, Any] = data["model"]
+    control: dict[str, int] = {}
+    own_text: dict[int, str] = {}
+    data["added_tokens"] = []
+    for token in added:
+        text, number = token["content"], token["id"]
+        if token.get("special"):
+            control[text] = number
+            model["vocab"].pop(text, None)
+            token = token | {"content": marks[number]}
+            if model.get("unk_token") == text:  # the model looks it up by its name
+                model["unk_token"] = marks[number]
+        else:
+            own_text[number] = text
+        # A token that the model's own vocabulary holds keeps its id when it is added.
+        model["vocab"][token["content"]] = number
+        data["added_tokens"].append(token)
+    return control, own_text
+
+
 def _added_tokens(data: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Those of the file, and those that only the settings know."""
     added = data.get("added_tokens") or []
@@ -137,7 +152,9 @@ def _added_tokens(data: dict[str, Any], settings: dict[str, Any]) -> list[dict[s
     try:
         known = {token["id"] for token in added}
         added = [*added, *({"id": int(i), **t} for i, t in more.items() if int(i) not in known)]
-        sound = all(isinstance(t["content"], str) and type(t["id"]) is int for t in added)
+        sound = all(
+            isinstance(t["content"], str) and type(t["id"]) is int and t["id"] >= 0 for t in added
+        )
     except (TypeError, KeyError, ValueError, AttributeError):
         sound = False
     if not sound:
@@ -171,6 +188,9 @@ def _prefix(pipeline: Pipeline, control: dict[str, int], settings: dict[str, Any
         prefix = full[: len(full) - len(bare)]
         if prefix + bare != full:
             raise ModelError("post_processor adds tokens behind the text: not supported")
+        for token in prefix:
+            if pipeline.id_to_token(token) is None:
+                raise ModelError(f"post_processor adds token {token}, which does not exist")
         return prefix
     if not add_bos:
         return []

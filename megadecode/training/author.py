@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]
 TURN_TOKENS = 64
 SHORT_TURN = 4
 TURNS_CONTEXT, SHORT_CONTEXT, REWRITE_CONTEXT = 128, 512, 1024
-KV_BYTES = {"cuda": 20 << 30, "cpu": 1 << 30}
+KV_BYTES = {"cuda": 16 << 30, "cpu": 1 << 30}
 """Of one batch's keys and values; batches of all context classes stay allocated side by side."""
 AHEAD = 4
 """Batches of fresh prompts that are sorted by length together: a batch then has little to wait."""
@@ -89,9 +89,11 @@ class Author:
             left = [kind for kind, (count, _) in kinds.items() if done[kind] < count]
             if not left:
                 return
-            # The kind that lags most behind; the first answers feed the others.
-            kind = min(left, key=lambda k: (done[k] / kinds[k][0], k != "answers"))
-            kind = kind if self.pool[False] else "answers"
+            # The kind that lags most behind, its next batch counted: one batch may be much of a
+            # kind's share, and the longer the texts, the more time it takes.
+            batch = {kind: min(self.rows_of(kinds[kind][1]), kinds[kind][0]) for kind in left}
+            kind = min(left, key=lambda k: (done[k] + batch[k]) / kinds[k][0])
+            kind = kind if self.pool[False] else "answers"  # these feed the others
             count, context = kinds[kind]
             most = min(count - done[kind], self.rows_of(context))
             if kind == "answers":

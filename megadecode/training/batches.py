@@ -14,29 +14,42 @@ from numpy.typing import NDArray
 
 from megadecode.training.corpus import Corpus
 
+LONG = 1024
+
 
 @dataclass(frozen=True)
 class Blocks:
     """Blocks over several sequences.
 
     sequences: [S, T] ids, padded behind the end (causal attention never looks there).
+    places: [S, T] where in the corpus these tokens stand; anywhere behind a sequence's end.
     tokens: [S, A, b]: the anchor's token, then MASK. anchors: [S, A] positions.
     labels: [S, A, b - 1]: slot k predicts the token at anchor + k; slot 0 predicts nothing.
     weights: [S, A, b - 1] fp32, summing to 1; 0 where the target wrote no such token.
     """
 
     sequences: torch.Tensor
+    places: torch.Tensor
     tokens: torch.Tensor
     anchors: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
 
 
+def padded_length(lengths: NDArray[np.int64], shortest: int) -> NDArray[np.int64]:
+    """To what samples are padded: multiples of `shortest` up to four times that, then powers of
+    two times `shortest`."""
+    powers = shortest << np.ceil(np.log2(np.maximum(lengths / shortest, 1))).astype(np.int64)
+    return np.where(powers <= 4 * shortest, -(-lengths // shortest) * shortest, powers)
+
+
 class Batches:
     """Draws training batches of about `tokens` tokens and `blocks` blocks from a corpus.
 
-    Samples are sorted into buckets by length, powers of two from `shortest` on; a step takes one
-    bucket, as often as its samples fill batches. decay: weight of slot k is exp(-(k - 1) / decay).
+    Samples are sorted into buckets by length (see `padded_length`); a step takes one bucket, as
+    often as its samples fill batches, times `long_weight` for those of more than 1,024 tokens.
+    samples: only these, if given; held-out ones are left out in any case.
+    decay: weight of slot k is exp(-(k - 1) / decay).
     """
 
     def __init__(
@@ -50,28 +63,45 @@ class Batches:
         tokens: int,
         blocks: int,
         device: torch.device,
-        shortest: int = 512,
-        held_out: bool = False,
+        shortest: int = 128,
+        long_weight: float = 1.0,
+        samples: NDArray[np.int64] | None = None,
     ) -> None:
         self.seed, self.block_size, self.mask_id, self.device = seed, block_size, mask_id, device
         self.decay, self.tokens, self.blocks = decay, tokens, blocks
         self._ids = torch.from_numpy(corpus.tokens.astype(np.int32)).to(device)
         self._written = torch.from_numpy(corpus.written).to(device)
         self.starts, lengths = corpus.starts[:-1], corpus.lengths
-        mine = np.flatnonzero((corpus.held_out == held_out) & (self._answers(corpus) >= 2))
+        mine = np.flatnonzero(~corpus.held_out & (self._answers(corpus) >= 2))
+        if samples is not None:
+            mine = np.intersect1d(mine, samples)
         if not len(mine):
             raise ValueError("the corpus holds no answers of two tokens or more to train on")
-        capacity = np.maximum(shortest, 1 << np.ceil(np.log2(lengths)).astype(np.int64))
+        capacity = padded_length(lengths, shortest)
         self.lengths = lengths
         self.buckets: dict[int, NDArray[np.int64]] = {
             int(size): mine[capacity[mine] == size] for size in np.unique(capacity[mine])
         }
-        share = np.array([len(i) / self.rows(size) for size, i in self.buckets.items()])
+        share = np.array(
+            [
+                len(i) / self.rows(size) * (long_weight if size > LONG else 1.0)
+                for size, i in self.buckets.items()
+            ]
+        )
         self._share = share / share.sum()
 
     @staticmethod
     def _answers(corpus: Corpus) -> NDArray[np.int64]:
         return corpus.starts[1:] - corpus.starts[:-1] - corpus.prompt_tokens
+
+    @property
+    def corpus_tokens(self) -> int:
+        return len(self._ids)
+
+    def inside(self, samples: NDArray[np.int64], size: int) -> torch.Tensor:
+        """[S, size] bool: which places of these samples, padded to `size`, hold their tokens."""
+        lengths = torch.from_numpy(self.lengths[samples]).to(self.device)
+        return torch.arange(size, device=self.device) < lengths[:, None]
 
     def rows(self, size: int) -> int:
         """Sequences of `size` tokens in a batch."""
@@ -94,10 +124,9 @@ class Batches:
         """
         device, b = self.device, self.block_size
         starts = torch.from_numpy(self.starts[samples]).to(device)
-        lengths = torch.from_numpy(self.lengths[samples]).to(device)
-        place = torch.arange(size, device=device)
-        flat = (starts[:, None] + place).clamp_(max=len(self._ids) - 1)
-        inside = place < lengths[:, None]
+        flat = starts[:, None] + torch.arange(size, device=device)
+        flat = flat.clamp_(max=len(self._ids) - 1)
+        inside = self.inside(samples, size)
         sequences = torch.where(inside, self._ids[flat], 0).long()
         written = self._written[flat] & inside
         ahead = torch.nn.functional.pad(written, (0, b))
@@ -115,4 +144,4 @@ class Batches:
         decay = torch.exp(-torch.arange(b - 1, device=device) / self.decay)
         weights = known * (score >= 0)[..., None] * decay
         weights = weights / weights.sum().clamp_min(1e-9)
-        return Blocks(sequences, tokens, anchors, labels[..., 1:], weights)
+        return Blocks(sequences, flat, tokens, anchors, labels[..., 1:], weights)

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 from megadecode.training.corpus import Corpus
 from megadecode.training.head_loss import head_loss
-from megadecode.training.trainer import CHUNK_ROWS, Trainer
+from megadecode.training.trainer import CHUNK_ROWS, SIZE, Trainer
 
 MOST_ANCHORS = 384
 
 
 class HeldOutChain:
-    """Some greedy held-out answers of the shortest bucket, drafted at every anchor they have."""
+    """Some greedy held-out answers of short texts, drafted at every anchor they have."""
 
     def __init__(self, trainer: Trainer, corpus: Corpus, samples: int, held_out: bool = True):
-        fits = corpus.lengths <= trainer.recipe.shortest
+        fits = corpus.lengths <= SIZE
         mine = np.flatnonzero((corpus.held_out == held_out) & (corpus.temperature == 0) & fits)
         answers = corpus.lengths - corpus.prompt_tokens
         self.samples = mine[answers[mine] >= 2][:samples]
@@ -30,11 +30,11 @@ class HeldOutChain:
     def tau(self) -> float | None:
         """Tokens committed per verify step of the chain, along its own walk; None: no samples."""
         trainer, tokens, steps = self.trainer, 0, 0
-        size = trainer.recipe.shortest
+        size = SIZE
         rows = max(1, trainer.recipe.tokens // size)
         for first in range(0, len(self.samples), rows):
             chosen = self.samples[first : first + rows]
-            batch = trainer.batches.blocks_of(chosen, size, seed=0, count=min(size, MOST_ANCHORS))
+            batch = trainer.batches.blocks_of(chosen, size, seed=0, count=MOST_ANCHORS)
             _, features = trainer.target.forward(batch.sequences, trainer.config.taps)
             hidden = trainer.draft(features, batch.tokens, batch.anchors)
             weights = batch.weights.flatten()

@@ -119,8 +119,10 @@ class Lockstep:
                 self._step(keys)
             torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()
+            # One memory pool: the steps are never replayed at the same time.
+            pool = next((graph.pool() for graph in self._graphs.values()), None)
             self._graphs[keys] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graphs[keys]):
+            with torch.cuda.graph(self._graphs[keys], pool=pool):
                 self._step(keys)
 
     @torch.no_grad()
@@ -129,18 +131,17 @@ class Lockstep:
         target, c = self.target, self.target.config
         x = F.embedding(self.tokens.index_select(1, self.at)[:, 0], target.embed)
         cos, sin = (table[self.at][:, None] for table in self._tables)
-        # A group of query heads stands as rows before its one key head.
-        seen = (self._places[:keys] <= self.at)[None, None, None]
+        # A group of query heads stands as rows before its one key head. Plain products: torch's
+        # attention kernels read one row's thousands of keys one after another.
+        hidden_keys = self._places[:keys] > self.at
         for number, layer in enumerate(target.layers):
             q, k, v = target.heads_of(layer, x, cos, sin)
             self.cache.keys[number].index_copy_(2, self.at, k[:, :, None])
             self.cache.values[number].index_copy_(2, self.at, v[:, :, None])
-            attended = F.scaled_dot_product_attention(
-                q.reshape(self.rows, c.kv_heads, c.group, c.head_dim),
-                self.cache.keys[number, :, :, :keys],
-                self.cache.values[number, :, :, :keys],
-                attn_mask=seen,
-            )
+            grouped = q.reshape(self.rows, c.kv_heads, c.group, c.head_dim) * c.head_dim**-0.5
+            scores = grouped @ self.cache.keys[number, :, :, :keys].transpose(2, 3)
+            shares = scores.float().masked_fill(hidden_keys, -math.inf).softmax(-1)
+            attended = shares.to(target.dtype) @ self.cache.values[number, :, :, :keys]
             x = target.after_attention(layer, x, attended.reshape(self.rows, -1))
         hidden = F.rms_norm(x, (c.hidden,), target.final_norm, c.rms_eps)
         after = self.at + 1

@@ -27,6 +27,7 @@ class Recipe:
     last tap. decay: weight of slot k in the loss is exp(-(k - 1) / decay); None: by block size.
     steps: optimiser steps; warm_up: the first of them, at a rising rate; then a cosine down to
     `last_rate` of `rate`. tokens, blocks: of a step. clip: of the gradient's norm.
+    shortest, long_weight: see `Batches`.
     """
 
     layers: int = 2
@@ -47,7 +48,8 @@ class Recipe:
     clip: float = 1.0
     tokens: int = 16_384
     blocks: int = 2048
-    shortest: int = 512
+    shortest: int = 128
+    long_weight: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -70,11 +72,13 @@ class Recipe:
             is_causal=self.is_causal, target_fingerprint=fingerprint,
         )  # fmt: skip
 
-    def rate_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+    def rate_at(self, step: int, done: float | None = None) -> float:
+        """The learning rate of a step, counted from 0. done: share of the time that has passed,
+        where a clock ends the run and not `steps`."""
         if step < self.warm_up:
             return self.rate * (step + 1) / self.warm_up
-        done = (step - self.warm_up) / max(self.steps - self.warm_up, 1)
+        if done is None:
+            done = (step - self.warm_up) / max(self.steps - self.warm_up, 1)
         cosine = 0.5 + 0.5 * math.cos(math.pi * min(done, 1.0))
         return self.rate * (self.last_rate + (1 - self.last_rate) * cosine)
 

@@ -249,7 +249,7 @@ def attend(
     """
     group = q.shape[1] // k.shape[1]
     if seen is not None and group > 1:
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=seen is None and group > 1
     )

@@ -15,7 +15,7 @@ from megadecode.drafter import DrafterConfig, Yarn, fingerprint
 from megadecode.drafter.published import published_values, read_published
 from megadecode.errors import ModelError
 from megadecode.models.random_model import random_model
-from megadecode.rope import inverse_frequencies, rotation_table
+from megadecode.rope import Linear, inverse_frequencies, rotation_table
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -129,7 +129,14 @@ def test_fingerprints_tell_targets_apart_by_weights_and_shape() -> None:
     assert fingerprint(random_model(TARGET, seed=6)) != mine
     renamed = random_model(variant_target(name="renamed", context_tokens=7), seed=5)
     assert fingerprint(renamed) == mine
-    assert fingerprint(random_model(variant_target(rope_theta=5e5), seed=5)) != mine
+    # Drafters in the world name it: what a configuration learns to say must not change it.
+    assert mine == "sha256:a3a29932e2cf1de06f41e2b2c55e67fae69089790812461ad0a804e181351ff0"
+    for change in (
+        {"rope_theta": 5e5}, {"qkv_bias": True}, {"qk_norm": True}, {"rope_scaling": Linear(2.0)},
+        {"rope_scaling": Linear(3.0)},
+    ):  # fmt: skip
+        other = fingerprint(random_model(variant_target(**change), seed=5))
+        assert other != mine, change
     for tensor in ("layers.0.q", "layers.2.v", "layers.4.down", "final_norm"):
         changed = random_model(TARGET, seed=5)
         changed.tensor(tensor).reshape(-1)[0] += 1

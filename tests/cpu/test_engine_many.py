@@ -84,19 +84,31 @@ def test_generate_refuses_before_it_sends_anything(engine, prompts, params, kind
     assert engine._link._request_tail == before
 
 
+def test_what_the_device_cannot_do_is_refused_before_anything_is_sent(engine, monkeypatch):
+    def refuse(params):
+        raise ParameterError("not on this device")
+
+    monkeypatch.setattr(engine._parts, "refuse", refuse)
+    before = engine._link._request_tail
+    for ask in (engine.submit, engine.stream, engine.agenerate, lambda ids: engine.generate([ids])):
+        with pytest.raises(ParameterError, match="not on this device"):
+            ask(prompt(3))
+    assert engine._link._request_tail == before
+
+
 def test_leaving_generate_aborts_what_is_in_flight(engine, monkeypatch):
-    send, count = engine._send, 0
+    send, sent = engine._send, []
 
     def interrupted(*job):
-        nonlocal count
-        count += 1
-        if count == 3:
+        if len(sent) == 2:
             raise KeyboardInterrupt
-        return send(*job)
+        sent.append(send(*job))
+        return sent[-1]
 
     monkeypatch.setattr(engine, "_send", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with engine.parked(), pytest.raises(KeyboardInterrupt):
         engine.generate([prompt(5)] * 4, LONG)
+    assert [request.result(10).finish_reason for request in sent] == ["abort"] * 2
     check_all_returned(engine)
 
 
@@ -122,10 +134,12 @@ def test_stream_refuses_at_the_call(engine):
 
 
 def test_a_stream_that_nobody_reads_is_aborted(engine):
-    stream = engine.stream(prompt(5), LONG)
-    assert engine.stats().inflight == 1
-    del stream
-    gc.collect()
+    with engine.parked():
+        stream = engine.stream(prompt(5), LONG)
+        request = stream._request
+        del stream
+        gc.collect()
+    assert request.result(10).finish_reason == "abort"
     check_all_returned(engine)
 
 
@@ -220,12 +234,14 @@ def test_cancelling_aborts(engine, how):
 
 def test_leaving_an_iteration_early_aborts(engine):
     async def main():
-        async for chunk in engine.agenerate(prompt(5), LONG):
+        request = engine.agenerate(prompt(5), LONG)
+        async for chunk in request:
             assert chunk.token_ids
             break
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.02)
+        return request._request
 
-    asyncio.run(main())
+    assert asyncio.run(main()).result(10).finish_reason == "abort"
     check_all_returned(engine)
 
 

@@ -285,7 +285,7 @@ def test_speculation_on_a_target_with_biases_and_norms() -> None:
 @pytest.mark.parametrize("kind", ["qwen", "llama2"])
 def test_text_in_and_text_out_of_a_folder(tmp_path: Path, kind: str) -> None:
     pipeline = KINDS[kind]()
-    config = replace(QWEN2, vocab=pipeline.get_vocab_size() + 5)
+    config = replace(QWEN2, vocab=pipeline.get_vocab_size() + 5, context_tokens=256)
     write_folder(tmp_path, weights_of(config))
     pipeline.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(

@@ -335,6 +335,14 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
         FILE, lambda v: v["model"]["vocab"].update(zzz=2**40),
         f"the largest token id is {2**40} in a vocabulary of ",
     ),
+    "dropout": (
+        FILE, lambda v: v["model"].update(dropout=0.1), "model.dropout = 0.1 is not supported",
+    ),
+    "prefix": (
+        FILE,
+        lambda v: v["model"].update(continuing_subword_prefix="##"),
+        "model.continuing_subword_prefix = '##' is not supported",
+    ),
     "decoder": (
         FILE, lambda v: v.update(decoder={"type": "WordPiece"}),
         "decoder WordPiece is not supported; supported: ByteLevel, and ByteFallback or Metaspace",
@@ -354,6 +362,10 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
         FILE, lambda v: v.update(added_tokens=[{"id": 3}]),
         "added_tokens is damaged: every entry needs an id and a content",
     ),
+    "added below zero": (
+        FILE, lambda v: v["added_tokens"][0].update(id=-1),
+        "added_tokens is damaged: every entry needs an id and a content",
+    ),
     "added in settings": (
         SETTINGS, lambda v: v.update(added_tokens_decoder={"x": {}}),
         "added_tokens is damaged: every entry needs an id and a content",
@@ -364,6 +376,11 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
             {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
         ),
         "post_processor adds tokens behind the text: not supported",
+    ),
+    "beginning": (
+        FILE,
+        lambda v: v["post_processor"]["special_tokens"]["<|bos|>"].update(ids=[4000]),
+        "post_processor adds token 4000, which does not exist",
     ),
     "eos": (
         SETTINGS, lambda v: v.update(add_eos_token=True),
@@ -391,3 +408,29 @@ def test_files_that_are_not_json(folder: Path, file: str) -> None:
     with pytest.raises(ModelError) as caught:
         read_tokenizer(folder)
     assert str(caught.value).startswith(f"{folder / file}: is not JSON: ")
+
+
+ANYTHING = ("x", -1, 0, 1.5, None, True, [], [7], {}, {"a": 1}, 10**400)
+
+
+@pytest.mark.parametrize("file", [FILE, SETTINGS])
+def test_any_value_of_any_key_is_a_tokenizer_or_a_message(folder: Path, file: str) -> None:
+    whole = (folder / file).read_text()
+    keys = [(key,) for key in json.loads(whole)]
+    keys += [("model", key) for key in json.loads(whole).get("model", {})]
+    keys += [("add_bos_token",), ("add_eos_token",), ("added_tokens_decoder",)]
+    messages = 0
+    for *outer, key in keys:
+        for value in ANYTHING:
+            values = json.loads(whole)
+            table = values[outer[0]] if outer else values
+            table[key] = value
+            (folder / file).write_text(json.dumps(values))
+            try:
+                tokenizer = read_tokenizer(folder)
+                assert tokenizer is not None
+                tokenizer.decode(tokenizer.prompt("a b"))
+            except ModelError as error:
+                messages += 1
+                assert str(error).startswith(str(folder))
+    assert messages > len(keys)

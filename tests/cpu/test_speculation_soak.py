@@ -23,8 +23,6 @@ from speculative import (
     target,
 )
 from test_soak import (
-    PARAMS,
-    PROMPTS,
     QUIET,
     SMALL,
     any_parameters,
@@ -33,7 +31,8 @@ from test_soak import (
     race_parks,
     soak,
 )
-from tiny_model import greedy, prompt
+from test_soak import requests as any_request
+from tiny_model import Spelled, greedy, prompt
 
 FEW = 12
 FEW_DRAFTER = td.variant(vocab=FEW, mask_token_id=FEW - 1)
@@ -81,22 +80,24 @@ def test_forced_parks_race_with_submits_and_speculation():
 
 @pytest.fixture(scope="module")
 def shared():
-    with engine(BLOCK_16, budget="auto", slots=3, park_after_s=0.05) as speculating:
+    with engine(
+        BLOCK_16, model=Spelled(target()), budget="auto", slots=3, park_after_s=0.05
+    ) as speculating:
         yield speculating, greedy(speculating, prompt(11), 12)[0]
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=QUIET)
-@given(ids=PROMPTS, values=PARAMS)
-def test_any_parameters_are_refused_or_served(shared, ids, values):
-    any_parameters(shared, ids, values)
+@given(asked=any_request())
+def test_any_parameters_are_refused_or_served(shared, asked):
+    any_parameters(shared, *asked)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @settings(max_examples=5_000, deadline=None, suppress_health_check=QUIET)
-@given(ids=PROMPTS, values=PARAMS)
-def test_five_thousand_parameter_sets(shared, ids, values):
-    any_parameters(shared, ids, values)
+@given(asked=any_request())
+def test_five_thousand_parameter_sets(shared, asked):
+    any_parameters(shared, *asked)
 
 
 def test_after_all_of_it_nothing_is_missing(shared):

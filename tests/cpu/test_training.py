@@ -14,6 +14,7 @@ from megadecode.drafter import load_drafter
 from megadecode.errors import ModelError
 from megadecode.training.batches import Batches
 from megadecode.training.corpus import Corpus, Sample, is_held_out, loop_start
+from megadecode.training.features import Features
 from megadecode.training.head_loss import head_loss
 from megadecode.training.held_out import HeldOutChain, walk
 from megadecode.training.lockstep import Lockstep
@@ -122,6 +123,29 @@ def test_no_context_at_or_after_the_anchor_reaches_a_block(torch_target, corpus)
         changed[0, position] += 1
         made = trainer.draft(changed, batch.tokens, batch.anchors)[0, 0]
         assert torch.equal(made, want) is not changes, position
+
+
+def test_kept_features_are_those_computed_on_the_fly(torch_target, corpus) -> None:
+    trainer = Trainer(torch_target, corpus, SMALL, MASK)
+    kept = Features(torch_target, trainer.batches, trainer.config.taps, keep=True)
+    batch = trainer.batches.at(3)
+    assert trainer.batches.inside(np.arange(24), 64).sum() == corpus.lengths.sum()
+    fresh, stored = trainer.features.of(batch), kept.of(batch)
+    for row, anchors in enumerate(batch.anchors):
+        end = int(anchors.max())  # what lies behind the last anchor is nobody's
+        torch.testing.assert_close(stored[row, :end], fresh[row, :end], rtol=1e-4, atol=1e-4)
+    other = Trainer(torch_target, corpus, SMALL, MASK, features=kept, samples=np.arange(5))
+    assert sum(map(len, other.batches.buckets.values())) == 5
+    loss, _ = other.advance()
+    assert torch.isfinite(loss)
+
+
+def test_the_clock_may_end_a_run(torch_target, corpus) -> None:
+    recipe = dataclasses.replace(SMALL, steps=10_000, warm_up=1)
+    trainer = Trainer(torch_target, corpus, recipe, MASK)
+    trainer.run(every=1000, seconds=1.0)
+    assert 2 < trainer.step < 10_000
+    assert trainer.history[-1].rate == pytest.approx(recipe.rate * recipe.last_rate)
 
 
 def test_loss_by_chunks_is_torchs_loss() -> None:
