@@ -1,10 +1,15 @@
-"""What attention costs:  python -m experiments.attention_layers DIR   prints one short table.
+"""What attention costs:  python -m experiments.attention_layers DIR RESULT.json
 
 us per layer of one slot, a layer waiting for the words of the one before it, from two launches of
-different length (so that launch and first-step costs cancel), median of 9. Bytes: KV that a layer
-must read. Kernels: python -m tests.gpu.attention_kernels DIR.
+different length (so that launch and first-step costs cancel), median of 9. One hand-off to the next
+layer is in every figure. Kernels: python -m tests.gpu.attention_kernels DIR, anywhere.
+
+Predicted for llama-3.2-1b before the first run: 4.8 us at 1,024 positions and 1 row, 5.6 at 16
+rows, 2.8 at 16 positions. One H200 said 4.4, 6.5 and 2.8 and, by the stamps, that merging waits
+1.4 us for the row's tail.
 """
 
+import json
 import pathlib
 import statistics
 import sys
@@ -12,6 +17,7 @@ import sys
 import torch
 
 from cute_kernels.gpu.load import Kernel
+from experiments.provenance import provenance
 from tests.gpu.attention_case import Case, chain
 from tests.gpu.attention_kernels import ATTENTION, LAYERS, TIMED
 
@@ -41,7 +47,7 @@ def layer_us(case: Case) -> float:
 STAMPS = ("inputs", "blocks", "barrier", "published", "parts/tail", "both", "row out", "seen")
 
 
-def where(kernel: Kernel, name: str, context: int, rows: int) -> None:
+def where(kernel: Kernel, name: str, context: int, rows: int) -> dict[str, list[float]]:
     """us between the stamps of the last layer, in the CTA of split 0 of the first kv head: of the
     warp that merges and of the warp that does the tail."""
     case = Case(kernel, TIMED[name], context, chain(rows), 1, LAYERS)
@@ -49,27 +55,30 @@ def where(kernel: Kernel, name: str, context: int, rows: int) -> None:
     for _ in range(9):
         launch_us(case, LAYERS)
         spans.append(case.stamps[0, :, :9].diff().cpu())
-    spans = torch.stack(spans).double().median(0).values / CLOCK_MHZ
-    for half, row in enumerate(spans.tolist()):
-        text = " ".join(f"{n} {v:.2f}" for n, v in zip(STAMPS, row, strict=True))
-        print(f"  {name} {context} rows {rows} half {half}: {text}")
+    us = torch.stack(spans).double().median(0).values / CLOCK_MHZ
+    return {n: [round(v, 2) for v in both] for n, both in zip(STAMPS, us.T.tolist(), strict=True)}
 
 
-def main(folder: pathlib.Path) -> None:
+def main(folder: pathlib.Path, target: pathlib.Path) -> None:
+    results: dict = {"provenance": provenance(), "us": {}, "stamps": {}}
     torch.zeros(1, device="cuda")  # the context that kernels are loaded into
-    print(f"{'':16s}" + "".join(f"{n:>7d} r{r:<2d}" for n in CONTEXTS for r in ROWS))
+    columns = [(n, r) for n in CONTEXTS for r in ROWS]
+    print(f"{'us a layer':16s}" + "".join(f"{n:>7d} r{r:<2d}" for n, r in columns))
     for model in MODELS:
-        name = f"attention-{model}"
-        kernel, row = Kernel.read(folder / name), []
-        for context in CONTEXTS:
-            for rows in ROWS:
-                case = Case(kernel, ATTENTION[name], context, chain(rows), 1, LAYERS)
-                row.append(f"{layer_us(case):10.2f}")
-        print(f"{model:16s}" + " ".join(row), flush=True)
+        name, row = f"attention-{model}", {}
+        kernel = Kernel.read(folder / name)
+        for context, rows in columns:
+            case = Case(kernel, ATTENTION[name], context, chain(rows), 1, LAYERS)
+            row[f"context {context}, rows {rows}"] = round(layer_us(case), 2)
+        results["us"][model] = row
+        print(f"{model:16s}" + " ".join(f"{v:10.2f}" for v in row.values()), flush=True)
     for name in TIMED:
         for context, rows in ((16, 1), (1024, 1), (1024, 16)):
-            where(Kernel.read(folder / name), name, context, rows)
+            spans = where(Kernel.read(folder / name), name, context, rows)
+            results["stamps"][f"{name}, context {context}, rows {rows}"] = spans
+            print(f"{name} {context} r{rows}:", *(f"{n} {a}/{b}" for n, (a, b) in spans.items()))
+    target.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))

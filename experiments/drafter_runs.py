@@ -65,6 +65,19 @@ def page(record: dict[str, Any]) -> str:
             found = [tau(run, 0.0, context).get("N=16") for context in contexts]
             values = " | ".join("" if v is None else f"{v:.2f}" for v in found)
             lines.append(f"| {run['name']} | {values} |")
+    lines += [
+        "",
+        "While training, chain, greedy, short held-out answers (tau at step):",
+        "",
+        "| run | answer tokens | tau at step |",
+        "|---|---|---|",
+    ]
+    for run in runs:
+        curve = ", ".join(
+            f"{value:.2f} at {int(step):,}" for step, value in run["chain_tau"].items()
+        )
+        lines.append(f"| {run['name']} | {run['corpus']['answer_tokens']:,} | {curve} |")
+    lines += ["", record.get("about", "")]
     return "\n".join(lines) + "\n"
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megadecode.cuda_kernel import choose_config, find_gpu, kernel_folder
-from megadecode.cuda_weights import pack_model
 
 from cute_kernels.gpu import build
 from cute_kernels.gpu.arguments import COUNT, Arg
@@ -24,6 +22,8 @@ from cute_kernels.gpu.load import Kernel
 from cute_kernels.gpu.prompt_plan import PromptBuffers
 from cute_kernels.gpu.script import RECORD, decode_step
 from cute_kernels.gpu.tiles import Buffers
+from megadecode.cuda_kernel import choose_config, find_gpu, kernel_folder
+from megadecode.cuda_weights import pack_model
 from megadecode.models.weights import Weights
 
 STRIDE = 32

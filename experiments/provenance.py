@@ -19,11 +19,14 @@ def _output(*command: str) -> str:
 
 
 def revision() -> str:
-    """The git revision, with `+changes` if tracked files differ from it. Where the checkout was
-    copied without its history, MEGADECODE_REVISION says it; else `unknown`."""
+    """The git revision, with `+changes` if tracked files differ from it. Where a checkout was
+    copied without its history, or with another's, MEGADECODE_REVISION says it; else `unknown`."""
+    told = os.environ.get("MEGADECODE_REVISION")
+    if told:
+        return told
     rev = _output("git", "rev-parse", "--short=12", "HEAD")
     if not rev:
-        return os.environ.get("MEGADECODE_REVISION", "unknown")
+        return "unknown"
     dirty = _output("git", "status", "--porcelain", "--untracked-files=no")
     return rev + ("+changes" if dirty else "")
 

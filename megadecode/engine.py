@@ -6,8 +6,8 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from megadecode.limits import (
 from megadecode.models.tokenizer import Tokenizer
 from megadecode.models.weights import Weights
 from megadecode.options import choice, flag, path_or_name, positive_s, seconds, size, wait_s
-from megadecode.prompt import Prompt, encode, need_tokenizer
+from megadecode.prompt import Prompt, encode, need_tokenizer, numbered, pair_up
 from megadecode.request import Chunk, Generation, Request, Stream
 from megadecode.sampling import SamplingParams
 from megadecode.trace import PhaseFigures
@@ -203,8 +203,8 @@ class Engine(AbstractContextManager["Engine"]):
         Leaving early, by an interrupt or an error of the device, aborts what is still in flight.
         """
         checked = []
-        for number, job in enumerate(_pair_up(prompts, params)):
-            with _numbered(number):
+        for number, job in enumerate(pair_up(prompts, params)):
+            with numbered(number):
                 checked.append(self._check(*job, chat))
         requests: list[Request] = []
         try:
@@ -361,35 +361,6 @@ class Engine(AbstractContextManager["Engine"]):
                 f"request may reach {total}, and text beyond the trained length is often poor",
                 stacklevel=4,
             )
-
-
-def _pair_up(
-    prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[tuple[Prompt, SamplingParams | None]]:
-    """Every prompt of a list with its parameters."""
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        raise PromptError(
-            f"prompts is {prompts!r:.60}; give a list of prompts, [prompt] for a single one"
-        )
-    listed = list(prompts)
-    if params is None or isinstance(params, SamplingParams):
-        return [(prompt, params) for prompt in listed]
-    if not isinstance(params, Sequence):
-        raise ParameterError(
-            f"params is {params!r:.60}; give a SamplingParams, or a list of one per prompt"
-        )
-    if len(params) != len(listed):
-        raise ParameterError(f"{len(params)} params for {len(listed)} prompts; give one per prompt")
-    return list(zip(listed, params))
-
-
-@contextmanager
-def _numbered(number: int) -> Iterator[None]:
-    """Errors say which prompt of a list they are about."""
-    try:
-        yield
-    except (PromptError, ParameterError) as error:
-        raise type(error)(f"prompt {number}: {error}") from None
 
 
 def _load(model: str | os.PathLike[str] | Weights, device: str) -> tuple[Weights, Tokenizer | None]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
 
 from megadecode.config import ModelConfig
-from megadecode.errors import EMPTY, PromptError
+from megadecode.errors import EMPTY, ParameterError, PromptError
 from megadecode.models.tokenizer import Tokenizer
+from megadecode.sampling import SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | np.ndarray
 """One user turn (or raw text), token ids, or a conversation of {"role", "content"}."""
@@ -74,3 +76,32 @@ def _token_ids(prompt: Sequence[Any] | np.ndarray, config: ModelConfig) -> np.nd
             f"{config.vocab} tokens"
         )
     return np.ascontiguousarray(prompt, np.int32)
+
+
+def pair_up(
+    prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Every prompt of a list with its parameters."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise PromptError(
+            f"prompts is {prompts!r:.60}; give a list of prompts, [prompt] for a single one"
+        )
+    listed = list(prompts)
+    if params is None or isinstance(params, SamplingParams):
+        return [(prompt, params) for prompt in listed]
+    if not isinstance(params, Sequence):
+        raise ParameterError(
+            f"params is {params!r:.60}; give a SamplingParams, or a list of one per prompt"
+        )
+    if len(params) != len(listed):
+        raise ParameterError(f"{len(params)} params for {len(listed)} prompts; give one per prompt")
+    return list(zip(listed, params))
+
+
+@contextmanager
+def numbered(number: int) -> Iterator[None]:
+    """Errors say which prompt of a list they are about."""
+    try:
+        yield
+    except (PromptError, ParameterError) as error:
+        raise type(error)(f"prompt {number}: {error}") from None

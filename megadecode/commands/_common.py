@@ -112,7 +112,8 @@ def _show_prefill(engine: Engine, request: Request) -> None:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=request.prompt_tokens)
         while not request.wait(0.1):
-            bar.update(task, completed=(engine.stats().steps - first) * CHUNK_ROWS)
+            read = (engine.stats().steps - first) * CHUNK_ROWS
+            bar.update(task, completed=min(read, request.prompt_tokens))
 
 
 def summary(result: Generation) -> str:

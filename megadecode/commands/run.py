@@ -59,6 +59,8 @@ def run(
         console.print(table(figures))
     if result.error:
         raise typer.Exit(common.fail(result.error))
+    if result.finish_reason == "abort":  # an interrupt
+        raise typer.Exit(130)
 
 
 def register(app: typer.Typer) -> None:

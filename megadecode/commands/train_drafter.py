@@ -23,8 +23,9 @@ def train_drafter(
     layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 3,
     block_size: Annotated[int, typer.Option(help="Positions of a block, the anchor's too.")] = 8,
     window: Annotated[int, typer.Option(help="Positions a layer sees; 0: all.")] = 1024,
-    start: Annotated[str, typer.Option(help="random, or target: its last layers.")] = "target",
+    start: Annotated[str, typer.Option(help="random, or target: its last layers.")] = "random",
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 20_000,
+    minutes: Annotated[float, typer.Option(help="End by the clock instead; 0: by steps.")] = 0.0,
     tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 16_384,
     blocks: Annotated[int, typer.Option(help="Blocks of a step.")] = 2048,
     rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
@@ -40,8 +41,8 @@ def train_drafter(
     from megadecode.models.store import resolve
     from megadecode.training.author import Plan
     from megadecode.training.recipe import Recipe
-    from megadecode.training.session import Settings
-    from megadecode.training.session import train_drafter as train
+    from megadecode.training.run import Settings
+    from megadecode.training.run import train_drafter as train
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,14 +53,17 @@ def train_drafter(
         answers=answers, rewrites=rewrites, answer_tokens=answer_tokens,
         long={context: long // len(contexts) for context in contexts},
     )  # fmt: skip
+    steps = 10**9 if minutes else steps
     recipe = Recipe(
         layers=layers, block_size=block_size, start=start, steps=steps, rate=rate, seed=seed,
         warm_up=max(1, min(400, steps // 10)), tokens=tokens, blocks=blocks,
         sliding=layers if window else 0, window=window or 1, is_causal=False,
+        weight_decay=0.05, long_weight=0.5,
     )  # fmt: skip
     settings = Settings(
         plan=plan, recipe=recipe, device=device, rows=rows, per_cell=texts,
         fused=fused and device != "cpu", mask_token_id=mask_token,
+        seconds=minutes * 60 or None,
     )  # fmt: skip
     columns = (
         TextColumn("{task.description:9s}"), BarColumn(), TimeElapsedColumn(),

@@ -109,14 +109,16 @@ class Trainer:
         seconds: float | None = None,
     ) -> None:
         """Train up to step `until` (default: the recipe's last). A report is made every so many
-        steps, and at the end. seconds: the rate follows the clock and the run ends with it; it
-        then depends on the machine, and `until` is where it ends at the latest."""
+        steps, and at the end. seconds: the rate follows the clock, earlier stretches
+        counted in, and the run ends with it; it then depends on the machine, and `until` is where
+        it ends at the latest."""
         until = self.recipe.steps if until is None else min(until, self.recipe.steps)
         began, before = time.monotonic(), self.seconds
         losses, hits, count = 0.0, 0.0, 0
         ended = False
         while self.step < until and not ended:
-            done = None if seconds is None else (time.monotonic() - began) / seconds
+            passed = before + time.monotonic() - began
+            done = None if seconds is None else passed / seconds
             ended = done is not None and done >= 1
             loss, hit = self.advance(done)
             losses, hits, count = losses + loss, hits + hit, count + 1

@@ -1,5 +1,6 @@
 """`megadecode bench` times what it says it times."""
 
+import dataclasses
 import json
 import re
 
@@ -10,7 +11,8 @@ from speculative import ids
 
 import megadecode.bench as module
 from cute_kernels.plan import PHASES
-from megadecode import Engine, ParameterError
+from megadecode import Engine, ParameterError, Request
+from megadecode.commands import bench as bench_command
 from megadecode.trace import STAGES, PhaseFigures, bytes_per_step, stage_of, stage_us
 
 OPTIONS = dict(ctx=512, workers=2, draft=td.drafter(), budget=7)
@@ -92,6 +94,19 @@ def test_sides_that_differ_void_the_figures(monkeypatch):
         measure(tokens=4)
 
 
+def test_a_trace_that_misses_a_step_or_a_request_that_fails_voids_them_too(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "decode_steps_of", lambda figures: 5)
+        with pytest.raises(module.Void, match="the trace holds 5 decode steps, the requests had 6"):
+            measure(draft="off", tokens=4)
+    result = Request.result
+    monkeypatch.setattr(
+        Request, "result", lambda self: dataclasses.replace(result(self), error="a NaN")
+    )
+    with pytest.raises(module.Void, match="a request ended with an error: a NaN"):
+        measure(draft="off", tokens=4)
+
+
 def test_without_a_drafter_only_plain_decoding_is_measured():
     report = measure(draft="off", rounds=1, tokens=4)
     assert "speculation" not in report and "speedup" not in report
@@ -129,11 +144,16 @@ def test_figures_add_up_over_runs():
     assert stage_us([]) == {} and bytes_per_step([]) == 0
 
 
-def test_the_command_prints_and_writes_json(model_path):
+def test_the_command_prints_and_writes_json(model_path, capsys):
     words = ("bench", "--ctx", "512", "--tokens", "4", "--rounds", "1", "--prompt", "hello")
-    done = command(*words)
+    done = command(*words, "--draft", "off", "--json")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"tokens a step \(tau\) +1\.00\n", done.stdout)
-    assert "no drafter: only plain decoding was measured" in done.stdout
-    report = json.loads(command(*words, "--json").stdout)
+    report = json.loads(done.stdout)
     assert report["plain"]["rounds"][0]["tokens"] == 4
+    bench_command._print(report)
+    said = capsys.readouterr().out
+    assert re.search(r"tokens a step \(tau\) +1\.00\n", said)
+    assert "no drafter: only plain decoding was measured" in said
+    both = report | {"speculation": report["plain"], "speedup": 1.5, "speedups": [1.4, 1.6]}
+    bench_command._print(both)
+    assert "speculation / plain: 1.50 (rounds: 1.40 1.60)" in capsys.readouterr().out

@@ -261,6 +261,32 @@ def test_shapes_the_cpu_device_cannot_run():
         Engine(random_model(config, 0), ctx=64)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.encode([1], chat=1), "chat is 1; it must be True or False"),
+        (lambda e: e.ping(0), "timeout is 0; it must be a number of seconds above 0"),
+        (lambda e: e.trace(reset="x"), "reset is 'x'; it must be True or False"),
+        (lambda e: tiny_engine(model=5), "model is 5; it must be a name or a path"),
+        (lambda e: tiny_engine(draft=None), "draft is None; it must be a name or a path"),
+        (
+            lambda e: tiny_engine(weights=5),
+            "weights is 5; choose fp32 or bf16",
+        ),
+        (
+            lambda e: tiny_engine(pool_bytes=256),
+            "pool_bytes is 256; one prompt of ctx=512 tokens needs 4960",
+        ),
+        (
+            lambda e: tiny_engine(max_inflight=3),
+            "max_inflight is 3; it must be a power of two",
+        ),
+    ],
+)
+def test_other_arguments(engine, call, message):
+    refused(ParameterError, message, call, engine)
+
+
 def test_results_time_out_without_ending(engine):
     with engine.parked():
         request = engine.submit(prompt(5), SamplingParams(max_new_tokens=3))

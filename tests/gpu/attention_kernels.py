@@ -27,7 +27,7 @@ ATTENTION: dict[str, Config] = {f"attention-{n}": _config(n) for n in SHAPES} | 
 }
 TIMED = {
     f"{n}-t": dataclasses.replace(ATTENTION[n], timing=True)
-    for n in ("attention-smollm2-135m", "attention-llama-3.2-1b")
+    for n in ("attention-smollm2-135m", "attention-llama-3.2-1b", "attention-llama-3.1-8b")
 }
 
 

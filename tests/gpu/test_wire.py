@@ -156,6 +156,14 @@ def test_ping(rig):
     busy.wait()
 
 
+def test_what_the_hand_over_between_steps_costs(rig):
+    """The echo computes nothing, so its step is the way from results to results."""
+    answer = rig.submit(calm(3, 12_000), 4000).wait()
+    steps = np.diff(answer.stamps[:-1]) / 1e3
+    print(f"a step of nothing: median {np.median(steps):.2f} us, longest {steps.max():.1f} us")
+    assert np.median(steps) < 50
+
+
 def test_park_and_go_on_while_busy(rig):
     launches = rig.link.launches
     ids = prompt(300)

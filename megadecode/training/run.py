@@ -1,7 +1,7 @@
 """From a model to a drafter in a folder: corpus, held-out texts, training, judgement.
 
 The folder holds `corpus.npz`, `held-out.jsonl`, `checkpoint.pt` while training, and in the end
-`drafter.safetensors` and `training.json`. What is already there is used: a session that was
+`drafter.safetensors` and `training.json`. What is already there is used: a run that was
 stopped goes on where it was.
 """
 
@@ -37,10 +37,11 @@ Said = Callable[[str, float, float, str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything about a session that is not the model.
+    """Everything about a run that is not the model.
 
     device: of torch. rows: sequences written at once, at most. per_cell: held-out texts of each
-    domain and context. save_every: seconds between checkpoints. fused: compile elementwise code.
+    domain and context. save_every: seconds between checkpoints. seconds: of training, where the
+    clock ends it. fused: compile elementwise code.
     mask_token_id: a token whose embedding stands for a drafted position.
     """
 
@@ -51,6 +52,7 @@ class Settings:
     per_cell: int = 24
     watched: int = 64
     save_every: float = 120.0
+    seconds: float | None = None
     report_every: int = 100
     fused: bool = False
     mask_token_id: int = 0
@@ -137,7 +139,9 @@ def _train(
 
     def report(made: Report) -> None:
         nonlocal saved
-        if time.monotonic() - saved > settings.save_every or made.step == made.steps:
+        limit = settings.seconds
+        ended = made.step == made.steps or (limit is not None and made.seconds >= limit)
+        if time.monotonic() - saved > settings.save_every or ended:
             trainer.save(checkpoint)
             if (tau := chain.tau()) is not None:
                 taus[made.step] = round(tau, 4)
@@ -145,9 +149,10 @@ def _train(
         figures = f"loss {made.loss:.3f}, first token {made.hits:.1%}"
         if taus:
             figures += f", held-out chain {taus[max(taus)]:.2f}"
-        said("training", made.step, made.steps, figures)
+        done, total = (made.step, made.steps) if limit is None else (made.seconds, limit)
+        said("training", done, total, figures)
 
-    trainer.run(every=settings.report_every, report=report)
+    trainer.run(every=settings.report_every, report=report, seconds=settings.seconds)
     return taus
 
 
