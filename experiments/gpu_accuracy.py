@@ -154,7 +154,7 @@ def main() -> None:
                 if at >= first:
                     kernel_side.add_logits(reference[at - first], logits)
                     same_steps.add_logits(reference[at - first], other[at - first])
-    found = [f for f in free if f]
+    found = [{"prompt": i, **f} for i, f in enumerate(free) if f]
     result = {
         "about": "python -m experiments.gpu_accuracy; its docstring has the fields",
         "device": provenance().get("gpu", "cpu"),

@@ -3,7 +3,7 @@
     python -m experiments.host_stop RESULT.json [--model NAME] [--device cuda]
 
 Calls: CUPTI counts every driver and runtime API call of this process from the first token on while
-the device writes 1,000 tokens; the bound is 0, and a call made on purpose afterwards shows that the
+the device writes 1,000 tokens; the bound is 0, and the calls of the engine's start show that the
 counter counts. Needs the package cupti-python; without it the calls are reported as null.
 
 Stop: a child process decodes while this one sends it SIGSTOP for a second and then SIGCONT. The
@@ -75,34 +75,48 @@ def wait_for(sink: Stamps, tokens: int, timeout_s: float = 60.0) -> None:
         time.sleep(0.001)
 
 
-def count_calls(engine: megadecode.Engine) -> dict[str, Any] | None:
-    """API calls of this process while the device writes COUNTED tokens, by name."""
-    try:
+class Calls:
+    """Driver and runtime API calls of this process by name, from construction on.
+
+    It must exist before the kernel is resident: CUPTI sets itself up with calls of its own.
+    """
+
+    def __init__(self) -> None:
         from cupti import cupti
+
+        self.seen: dict[str, int] = {}
+        self._cupti = cupti
+        self._subscriber = cupti.subscribe(self._note, None)
+        for domain in (cupti.CallbackDomain.DRIVER_API, cupti.CallbackDomain.RUNTIME_API):
+            cupti.enable_domain(1, self._subscriber, domain)
+
+    def _note(self, userdata: Any, domain: Any, number: int, data: Any) -> None:
+        if data.callback_site == self._cupti.ApiCallbackSite.API_ENTER:
+            self.seen[data.function_name] = self.seen.get(data.function_name, 0) + 1
+
+
+def count_calls(asked: argparse.Namespace) -> dict[str, Any] | None:
+    """Calls while the device writes COUNTED tokens, and those of the engine's start and end, which
+    show that the counter counts. None without cupti-python."""
+    try:
+        calls = Calls()
     except ImportError:
         return None
-    import torch
-
-    seen: dict[str, int] = {}
-
-    def note(userdata: Any, domain: Any, number: int, data: Any) -> None:
-        if data.callback_site == cupti.ApiCallbackSite.API_ENTER:
-            seen[data.function_name] = seen.get(data.function_name, 0) + 1
-
-    sink = start(engine, COUNTED + 200)
-    wait_for(sink, 10)
-    subscriber = cupti.subscribe(note, None)
-    for domain in (cupti.CallbackDomain.DRIVER_API, cupti.CallbackDomain.RUNTIME_API):
-        cupti.enable_domain(1, subscriber, domain)
-    first = len(sink.tokens)
-    wait_for(sink, first + COUNTED)
-    tokens, calls = len(sink.tokens) - first, dict(seen)
-    seen.clear()
-    torch.cuda.Event().query()  # it counts
-    control = dict(seen)
-    cupti.unsubscribe(subscriber)
-    sink.ended.wait(60)
-    return {"tokens": tokens, "calls": sum(calls.values()), "by_name": calls, "control": control}
+    with open_engine(asked) as engine:
+        sink = start(engine, COUNTED + 200)
+        wait_for(sink, 10)
+        before, first = dict(calls.seen), len(sink.tokens)
+        wait_for(sink, first + COUNTED)
+        tokens, after = len(sink.tokens) - first, dict(calls.seen)
+        sink.ended.wait(60)
+    during = {name: n - before.get(name, 0) for name, n in after.items()}
+    return {
+        "tokens": tokens,
+        "calls": sum(during.values()),
+        "by_name": {name: n for name, n in during.items() if n},
+        "calls_at_start": sum(before.values()),
+        "calls_at_end": sum(calls.seen.values()) - sum(after.values()),
+    }
 
 
 def child(asked: argparse.Namespace) -> None:
@@ -171,6 +185,7 @@ def main() -> None:
         "--entries", type=int, default=1 << 15, help="entries of the completion ring"
     )
     parser.add_argument("--kernels", help="a folder of kernels that another machine has built")
+    parser.add_argument("--calls-only", action="store_true", help="count calls, print them, end")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
@@ -178,8 +193,10 @@ def main() -> None:
         return
     calls = None
     if asked.device == "cuda":
-        with open_engine(asked) as engine:
-            calls = count_calls(engine)
+        calls = count_calls(asked)
+    if asked.calls_only:
+        print(json.dumps(calls))
+        return
     calm, stopped = run_child(asked, stop=False), run_child(asked, stop=True)
     result = {
         "about": "python -m experiments.host_stop; its docstring has the fields",

@@ -19,10 +19,11 @@ def _output(*command: str) -> str:
 
 
 def revision() -> str:
-    """The git revision, with `+changes` if tracked files differ from it. Where a copy of the
-    checkout runs without its history, or with an older one, MEGADECODE_REVISION says it."""
-    if said := os.environ.get("MEGADECODE_REVISION"):
-        return said
+    """The git revision, with `+changes` if tracked files differ from it. Where a checkout was
+    copied without its history, or with another's, MEGADECODE_REVISION says it; else `unknown`."""
+    told = os.environ.get("MEGADECODE_REVISION")
+    if told:
+        return told
     rev = _output("git", "rev-parse", "--short=12", "HEAD")
     if not rev:
         return "unknown"

@@ -156,6 +156,52 @@ def gpu_steps() -> list[str]:
     return lines
 
 
+def gpu_truth() -> list[str]:
+    """How close the kernel is to fp32, and how little it needs the host."""
+    lines: list[str] = []
+    if result := read("gpu_accuracy"):
+        forced, free = result["teacher_forced"], result["free_running"]
+        lines += [
+            f"**Against fp32** ({result['gpu']}, {result['model']} with its real weights, "
+            f"{result['prompts']} texts of {result['new_tokens']} tokens written by the fp32 "
+            f"model; {_where(result)}).",
+            "",
+            "| side | steps of another top-1 | largest gap there | relative L2 of logits |",
+            "|---|---|---|---|",
+        ]
+        for name, side, error in (
+            ("kernel", forced["kernel"], forced["kernel"]["relative_l2"]),
+            (
+                "torch bf16",
+                forced["torch_bf16"],
+                forced["torch_bf16_relative_l2_of_the_kernels_steps"],
+            ),
+        ):
+            lines.append(
+                f"| {name} | {side['differences']} of {side['steps']} | {side['largest_gap']:.3f} "
+                f"| {error:.2e} |"
+            )
+        lines += [
+            "",
+            f"Free-running through the rings, {free['equal']} of {result['prompts']} answers equal "
+            f"the fp32 model's to the end; the others leave it at gaps of up to "
+            f"{free['largest_gap']:.3f}.",
+        ]
+    if result := read("host_stop"):
+        calls, calm, stopped = result["calls"], result["undisturbed"], result["stopped"]
+        lines += [
+            "",
+            f"**The host out of the loop** ({result['gpu']}, {result['model']}; {_where(result)}): "
+            f"{calls['calls']} driver or runtime calls while the device wrote {calls['tokens']} "
+            f"tokens (CUPTI; {calls['calls_at_start']} at the start). With the host process "
+            f"stopped for {result['stopped_s']:.1f} s the longest step of {result['tokens']} took "
+            f"{stopped['largest_us']:.0f} us, undisturbed {calm['largest_us']:.0f} us (median "
+            f"{calm['median_us']:.0f} us, contexts up to 20k); tokens equal: "
+            f"{'yes' if result['same_tokens'] else 'NO'}.",
+        ]
+    return lines
+
+
 def handoffs() -> list[str]:
     """The study behind the GPU kernel."""
     result = read("handoffs")
@@ -182,7 +228,7 @@ def handoffs() -> list[str]:
 
 def figures() -> str:
     """Everything between the markers."""
-    sections = (cpu_speed, ping, speculation, drafter, gpu_steps, handoffs)
+    sections = (cpu_speed, ping, speculation, drafter, gpu_steps, gpu_truth, handoffs)
     parts = [part for part in (section() for section in sections) if part]
     body = "\n\n".join("\n".join(part) for part in parts)
     return f"{BEGIN}\n{body}\n{END}"

@@ -41,8 +41,8 @@ def train_drafter(
     from megadecode.models.store import resolve
     from megadecode.training.author import Plan
     from megadecode.training.recipe import Recipe
-    from megadecode.training.session import Settings
-    from megadecode.training.session import train_drafter as train
+    from megadecode.training.run import Settings
+    from megadecode.training.run import train_drafter as train
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

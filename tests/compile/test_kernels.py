@@ -20,7 +20,7 @@ BUILT = [
     ("smollm2-135m", "sm_120a", "wire"),
     ("llama-3.2-1b", "sm_90a", "script"),
     ("qwen3-8b", "sm_90a", "wire"),
-    ("odd-960", "sm_90a", "script"),
+    pytest.param("odd-960", "sm_90a", "script", marks=pytest.mark.slow),
 ]
 # bytes of stack: what is carried from phase to phase may lie there
 MOST_STACK = 400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tokenizers import (
@@ -115,3 +116,17 @@ KINDS: dict[str, Callable[[], Any]] = {
     "llama2": lambda: sentencepiece(first=False),
     "mistral": lambda: sentencepiece(first=True),
 }
+
+
+def write_tokenizer(folder: Path, kind: str) -> Path:
+    """A folder with tokenizer.json and its settings; the folder."""
+    folder.mkdir()
+    made = KINDS[kind]()
+    made.enable_truncation(3)  # a file may hold both; neither is for prompts
+    made.enable_padding(length=40)
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|end|>", "bos_token": {"content": "<|bos|>"}}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": TEMPLATE})
+    )
+    return folder

@@ -115,11 +115,11 @@ def place(rig: Rig, given: torch.Tensor | None, first: int) -> None:
 
 
 def written(rig: Rig, rows: int, first: int, last: int) -> State:
-    """What the kernel left, of the layers whose copies still hold it."""
+    """What the kernel left: of the last layer, since a layer's copy is cleared in the next one."""
     s, out = rig.c.shape, State()
     layers = [p >> 2 for p in range(first, last + 1) if p < 4 * s.layers]
     begin = first >> 2
-    for layer in sorted(set(layers))[-COPIES:]:
+    for layer in layers[-1:]:
         found = rig.buffers(rows, (layer - begin) % COPIES)
         for phase in range(max(first, 4 * layer), min(last + 1, 4 * layer + 4)):
             out[layer, WRITES[phase & 3]] = found[WRITES[phase & 3]]

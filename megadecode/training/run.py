@@ -1,7 +1,7 @@
 """From a model to a drafter in a folder: corpus, held-out texts, training, judgement.
 
 The folder holds `corpus.npz`, `held-out.jsonl`, `checkpoint.pt` while training, and in the end
-`drafter.safetensors` and `training.json`. What is already there is used: a session that was
+`drafter.safetensors` and `training.json`. What is already there is used: a run that was
 stopped goes on where it was.
 """
 
@@ -37,7 +37,7 @@ Said = Callable[[str, float, float, str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything about a session that is not the model.
+    """Everything about a run that is not the model.
 
     device: of torch. rows: sequences written at once, at most. per_cell: held-out texts of each
     domain and context. save_every: seconds between checkpoints. seconds: of training, where the
