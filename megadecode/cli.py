@@ -8,7 +8,7 @@ import sys
 import typer
 
 from megadecode.commands import register_all
-from megadecode.commands._common import fail
+from megadecode.commands._common import fail, words
 
 app = typer.Typer(
     add_completion=False,
@@ -32,7 +32,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except (MegadecodeError, OSError) as error:
-        sys.exit(fail(str(error)))
+        sys.exit(fail(words(error)))
     except KeyboardInterrupt:
         sys.exit(130)
 

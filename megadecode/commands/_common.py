@@ -64,6 +64,13 @@ def fail(message: str) -> int:
     return 1
 
 
+def words(error: Exception) -> str:
+    """An error in words. One about a file: its name, then what the system says."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def budget_of(text: str) -> str | int:
     """`--budget` as the engine takes it."""
     return int(text) if text.isdecimal() else text

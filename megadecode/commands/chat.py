@@ -58,7 +58,7 @@ def chat(
             except (PromptError, ParameterError, OSError) as error:
                 conversation.take_back()
                 failed = True
-                common.say(str(error))
+                common.say(common.words(error))
     if failed and not sys.stdin.isatty():
         raise typer.Exit(1)
 

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from megadecode.commands._common import Model
-
 
 def export_drafter(
     drafter: Annotated[str, typer.Argument(help="A drafter's path, or auto: the model's own.")],
     gguf: Annotated[str, typer.Option(help="Write a llama.cpp DFlash draft here.")],
-    model: Model = "smollm2-135m",
+    model: Annotated[
+        str, typer.Option(help="A known model's name or the path of a GGUF file.")
+    ] = "smollm2-135m",
 ) -> None:
     """Write a drafter as a llama.cpp draft model (GGUF, architecture `dflash`)."""
     from megadecode.drafter.find import choose_drafter
@@ -21,7 +21,10 @@ def export_drafter(
     from megadecode.models.gguf_file import load
     from megadecode.models.store import resolve
 
-    target = load(resolve(model))
+    path = resolve(model)
+    if path.is_dir():
+        raise ModelError(f"{path}: is a folder; the draft takes its tokenizer from a GGUF file")
+    target = load(path)
     chosen = choose_drafter(drafter, target)
     if chosen is None:
         raise ModelError(f"no drafter belongs to {target.config.name}; give one's path")

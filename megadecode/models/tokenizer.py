@@ -97,7 +97,10 @@ class Tokenizer:
         contents hold, every control token comes from the template. Raises PromptError.
         """
         if self._template is None:
-            raise PromptError("this model has no chat template; give a plain prompt instead")
+            raise PromptError(
+                "this model has no chat template; send the text as it is with chat=False "
+                "(on the command line, run --raw), or give token ids"
+            )
         pieces = self._template.render(messages, add_generation_prompt)
         for piece in pieces:
             if isinstance(piece, str):

@@ -21,7 +21,7 @@ CAPITAL = "What is the capital of France?"
 def test_run_streams_the_answer_and_reports_on_stderr(model_path):
     """As a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "megadecode.cli", "run", CAPITAL],
+        [sys.executable, "-m", "megadecode", "run", CAPITAL],
         capture_output=True,
         timeout=800,  # a cold compile on a busy machine
         **CHILD,
@@ -63,6 +63,10 @@ def test_run_reads_standard_input_raw(model_path):
         (("run", "--max-new-tokens", "-3", "hi"), "max_new_tokens is -3"),
         (("run", "--ctx", "1", "hi"), "ctx is 1; it must be between 2 and 16777216"),
         (("run", "--model", "gpt-9", "hi"), "gpt-9"),
+        (
+            ("export-drafter", "auto", "--gguf", "/nowhere/draft.gguf"),
+            "megadecode: /nowhere/draft.gguf.part: No such file or directory\n",
+        ),
     ],
 )
 def test_errors_are_one_line_and_exit_code_one(words, message):

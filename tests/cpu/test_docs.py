@@ -11,6 +11,7 @@ import sys
 import pytest
 from command_line import command
 
+from cute_kernels.cpu.simd import LANES, PAIR
 from experiments import links
 from host import wire
 from megadecode import SamplingParams, limits
@@ -134,6 +135,7 @@ def test_the_limits_are_those_of_the_code():
         "devices": [f"1 to {MAX_WORKERS}"],
         "architectures, GGUF": [f"`{name}`" for name in gguf_config.ARCHITECTURES],
         "architectures, Hugging Face": [f"`{name}`" for name in hf_config.ARCHITECTURES],
+        "shapes, CPU": [f"size multiples of {PAIR}", f"size of {LANES}"],
         "slots": [limits.MAX_SLOTS],
         "context": [f"2^{limits.MAX_CTX.bit_length() - 1}"],
         "sampling": [

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from megadecode.cli import app
 from megadecode.drafter import fingerprint, write_single_file
+from megadecode.errors import ModelError
 from megadecode.models.gguf_file import load
 from megadecode.reference import Reference
 from megadecode.training.card import card
@@ -70,6 +71,18 @@ def test_export_drafter(files):
     )  # fmt: skip
     names = {tensor.name for tensor in GGUFReader(files / "draft.gguf").tensors}
     assert {"fc.weight", "blk.1.ffn_down.weight", "enc.output_norm.weight"} <= names
+
+
+def test_a_draft_is_not_exported_for_a_folder(files):
+    with pytest.raises(ModelError) as caught:
+        command(
+            "export-drafter", files / "drafter.safetensors", "--gguf", files / "draft.gguf",
+            "--model", files,
+        )  # fmt: skip
+    assert str(caught.value) == (
+        f"{files}: is a folder; the draft takes its tokenizer from a GGUF file"
+    )
+    assert not (files / "draft.gguf").exists()
 
 
 def test_the_most_frequent_tokens_are_drafted():

@@ -393,8 +393,14 @@ def test_gpt2_keeps_digits_together() -> None:
 
 def test_no_template() -> None:
     tokenizer = from_gguf(tiny(chat_template=None))
-    with pytest.raises(PromptError, match="this model has no chat template; give a plain prompt"):
+    with pytest.raises(
+        PromptError, match="this model has no chat template; send the text as it is"
+    ) as caught:
         tokenizer.chat([{"role": "user", "content": "x"}])
+    assert str(caught.value) == (
+        "this model has no chat template; send the text as it is with chat=False "
+        "(on the command line, run --raw), or give token ids"
+    )
 
 
 @pytest.mark.parametrize(
