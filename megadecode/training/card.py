@@ -62,8 +62,20 @@ def _drafted(run: dict[str, Any]) -> str:
         return ""
     return (
         f" It drafts the {drafted['count']} tokens that its target writes most, "
-        f"{drafted['share_of_corpus']:.2%} of the training text."
+        f"{drafted['share_of_corpus']:.2%} of the training text; the tables below are of the same "
+        f"weights without that limit.{_cost(drafted)}"
     )
+
+
+def _cost(drafted: dict[str, Any]) -> str:
+    held_out = drafted.get("held_out")
+    if not held_out:
+        return ""
+    pairs = ", ".join(
+        f"{name} {free:.2f} to {held_out['tau_limited'][name]:.2f}"
+        for name, free in held_out["tau"].items()
+    )
+    return f" On {held_out['texts']} greedy held-out texts the limit costs: {pairs}."
 
 
 def card(run: dict[str, Any]) -> str:
