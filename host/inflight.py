@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from host.errors import DeviceError
@@ -17,7 +19,8 @@ class InFlight:
     def __init__(self, most: int, blocks: int) -> None:
         self.most = most
         self.pool = BlockPool(blocks)
-        self.handles = list(range(most - 1, -1, -1))  # free places
+        # free places, the longest free first: ids of one place are far apart on the wire
+        self.handles = deque(range(most))
         self.aborted: set[int] = set()
         self._requests: dict[int, tuple[Sink, int, int]] = {}  # id -> sink, first block, blocks
         self._copied: set[int] = set()  # their pool blocks are free again
@@ -37,7 +40,7 @@ class InFlight:
         first = self.pool.allocate(blocks) if self.handles else None
         if first is None:
             return None
-        handle = self.handles.pop()
+        handle = self.handles.popleft()
         self._generation[handle] += 1
         request_id = self._generation[handle] * self.most + handle
         self._requests[request_id] = (sink, first, blocks)

@@ -139,6 +139,8 @@ class Link:
         if not answered.wait(timeout_s):
             self._check_usable()
             raise DeviceError(f"no answer to a ping within {timeout_s:g} s")
+        if self._lost is not None:  # that is what has ended the wait
+            raise self._lost
         return time.monotonic() - start
 
     @property
@@ -161,6 +163,7 @@ class Link:
 
     def state(self) -> State:
         """What the device says it is doing."""
+        self._check_process()  # pinned memory is not there in a forked child
         return State(read_word(self.wire.control, Word.STATE))
 
     def park(self, timeout_s: float | None = None) -> None:
@@ -241,9 +244,11 @@ class Link:
                 end = time.monotonic() + timeout_s
                 while self._inflight and self._lost is None and time.monotonic() < end:
                     self._changed.wait(0.1)
-                if self._lost is None and self.state() in (State.RUNNING, State.PARKING):
+                if self.state() in (State.RUNNING, State.PARKING):
+                    # also to a device that was given up: should it only be late, it leaves at once
                     write_word(self.wire.control, Word.COMMAND, Command.SHUTDOWN)
-                    self._wait_state(None, timeout_s)
+                    if self._lost is None:
+                        self._wait_state(None, timeout_s)
             finally:
                 self._closed = True
                 self._lose(DeviceError("the engine is closed"))
@@ -377,7 +382,9 @@ class Link:
 
     def _dispatch(self, entry: np.void) -> None:
         if int(entry["kind"]) == CompletionKind.PONG:
-            self._pings.pop(int(entry["request_id"])).set()
+            answered = self._pings.pop(int(entry["request_id"]), None)
+            if answered is not None:  # else the engine was closed or lost meanwhile
+                answered.set()
         elif self._lost is None:
             failed = self._inflight.take(entry)
             if failed is not None:

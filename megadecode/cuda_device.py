@@ -228,7 +228,7 @@ def _allocate(
         weights += c.gemm("lm").cols * config.hidden * 2
     need = sum(sizes.values()) + weights + positions * config.head_dim * 4
     largest = 6 * max(config.vocab, 2 * config.ffn) * config.hidden  # while a matrix is packed
-    free, _ = torch.cuda.mem_get_info()
+    free = _free_bytes()
     if need + largest > free:
         gib = 2**30
         raise ParameterError(
@@ -245,6 +245,15 @@ def _allocate(
     memory["TOKENS"] = torch.zeros(o.ctx + CHUNK_ROWS, dtype=torch.int32, device=gpu)
     memory["PAGE_TABLE"] = torch.arange(o.pages, dtype=torch.int32, device=gpu)
     return memory
+
+
+def _free_bytes() -> int:
+    """Of device memory: what the driver has left, and what torch holds ready for its next arrays,
+    such as the memory of an engine that was closed."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
 def _table(

@@ -113,11 +113,16 @@ def choose_config(config: ModelConfig, gpu: Gpu) -> Config:
     """The kernel's configuration for a model on a GPU. Raises ModelError."""
     shape = shape_of(config)
     try:
-        c = product(shape, gpu.arch)
-        if c.ctas > gpu.multiprocessors:
-            c = product(shape, gpu.arch, ctas=gpu.multiprocessors // c.team * c.team)
+        return _fitted(shape, gpu.arch, gpu.multiprocessors)
     except ValueError as error:
         raise ModelError(f"{config.name} on {gpu.name}: {error}") from None
+
+
+def _fitted(shape: Shape, arch: str, multiprocessors: int | None) -> Config:
+    """The product for a GPU of so many multiprocessors; None: as many as most of its kind have."""
+    c = product(shape, arch)
+    if multiprocessors is not None and c.ctas > multiprocessors:
+        c = product(shape, arch, ctas=multiprocessors // c.team * c.team)
     return c
 
 
@@ -133,11 +138,19 @@ def find_kernel(c: Config, prebuilt: str | Path | None = None) -> build.Artefact
     if not _has("cutlass"):
         raise DeviceUnavailable(
             f"no kernel for {c.shape.name} on {c.arch} in {', '.join(map(str, folders))}, and the "
-            f"compiler is not installed here. Either {GPU_EXTRA}, or run `megadecode build --model "
-            f"{c.shape.name} --target {c.arch}` with the same version on another machine and copy "
-            "its folder here"
+            f"compiler is not installed here. Either {GPU_EXTRA}, or run `{_build_command(c)}` "
+            "with the same version on another machine and copy its folder here"
         )
     return build.build_kernel(c, "wire", kernel_folder())
+
+
+def _build_command(c: Config) -> str:
+    """What builds this very kernel."""
+    model = c.shape.name if c.shape == SHAPES[c.shape.name] else "FILE"
+    command = f"megadecode build --model {model} --target {c.arch}"
+    if c.ctas != product(c.shape, c.arch).ctas:
+        command += f" --multiprocessors {c.ctas}"
+    return command
 
 
 def load_kernel(c: Config, prebuilt: str | None) -> Kernel:
@@ -149,8 +162,9 @@ def load_kernel(c: Config, prebuilt: str | None) -> Kernel:
         raise DeviceUnavailable(f"the driver does not take the kernel: {error}") from None
 
 
-def kernel_of(model: str, target: str) -> Config:
-    """The configuration that is built for a preset's name or a model file. Raises ModelError."""
+def kernel_of(model: str, target: str, multiprocessors: int | None = None) -> Config:
+    """The configuration that is built for a preset's name or a model file, for a GPU of that many
+    multiprocessors where it has fewer than most. Raises ModelError."""
     if target not in DEVICE_CTAS:
         raise ParameterError(f"target is {target!r}; choose {', '.join(DEVICE_CTAS)}")
     if model in SHAPES:
@@ -160,7 +174,7 @@ def kernel_of(model: str, target: str) -> Config:
 
         shape = shape_of(load_model(model).config)
     try:
-        return product(shape, target)
+        return _fitted(shape, target, multiprocessors)
     except ValueError as error:
         raise ModelError(str(error)) from None
 

@@ -20,13 +20,17 @@ def build(
     folder: Annotated[
         Path | None, typer.Option(help="Where to put it; by default the cache.")
     ] = None,
+    multiprocessors: Annotated[
+        int | None,
+        typer.Option(min=16, help="Of the GPU, where it has fewer than most of its kind."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compile the kernel of a model without a GPU, and show what it uses."""
     from cute_kernels.gpu.build import build_kernel
     from megadecode.cuda_kernel import describe, kernel_folder, kernel_of
 
-    c = kernel_of(model, target)
+    c = kernel_of(model, target, multiprocessors)
     start = time.monotonic()
     artefact = build_kernel(c, "wire", kernel_folder() if folder is None else folder)
     found = describe(artefact, c) | {"seconds": round(time.monotonic() - start, 1)}

@@ -19,7 +19,7 @@ from megadecode import (
     PromptError,
     cuda_kernel,
 )
-from megadecode.cuda_device import operation_names
+from megadecode.cuda_device import _free_bytes, operation_names
 from megadecode.device import Settings, prepare
 from megadecode.presets import NAMES, Preset, preset_config
 from megadecode.prompt import encode
@@ -107,6 +107,20 @@ def test_a_kernel_built_elsewhere_is_found_and_a_stale_one_is_not(tmp_path, monk
         with pytest.raises(DeviceUnavailable) as error:
             cuda_kernel.find_kernel(c)
         assert "megadecode build --model odd-768 --target sm_90a" in str(error.value)
+    fewer = cuda_kernel.Gpu("a smaller part", "sm_90a", 114)
+    other = dataclasses.replace(preset_config("odd-768"), vocab=4000)
+    for config, gpu, wanted in (
+        (preset_config("odd-768"), fewer, "--model odd-768 --target sm_90a --multiprocessors 114`"),
+        (preset_config("llama-3.1-8b"), fewer, "--target sm_90a --multiprocessors 112`"),
+        (other, H200, "--model FILE --target sm_90a`"),
+    ):
+        with pytest.raises(DeviceUnavailable) as error:
+            cuda_kernel.find_kernel(cuda_kernel.choose_config(config, gpu))
+        assert wanted in str(error.value)
+    for name in NAMES:  # what that command builds is what is looked for
+        assert cuda_kernel.kernel_of(name, "sm_90a", 114) == cuda_kernel.choose_config(
+            preset_config(name), fewer
+        )
     monkeypatch.setattr(build, "dsl_version", lambda: "0.0")
     fake_artefact(cuda_kernel.kernel_folder(), what, {"dsl": "4.8.1"})
     assert build.find(what, "sm_90a", [cuda_kernel.kernel_folder()]) is None
@@ -140,3 +154,12 @@ def test_phases_have_names_for_hang_reports():
     names = operation_names(2)
     assert len(names) == 9
     assert names[4] == "qkv[1]" and names[-1] == "head"
+
+
+def test_memory_of_a_closed_engine_counts_as_free(monkeypatch):
+    torch = pytest.importorskip("torch")
+    for name, value in (
+        ("mem_get_info", (5, 100)), ("memory_reserved", 60), ("memory_allocated", 20),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert _free_bytes() == 45

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from tiny_model import greedy, prompt, tiny_engine
 
 from cute_kernels.cpu.loop import _try_park
 from cute_kernels.cpu.slots import make_sched
+from host.inflight import InFlight
+from host.link import Link
 from host.ring import push_abort, push_request
 from host.watch import Watch
-from host.wire import RequestKind, State, Word, make_wire
+from host.wire import COMPLETION, Command, CompletionKind, RequestKind, State, Word, make_wire
 from megadecode import DeviceError, DeviceHung, SamplingParams
 
 
@@ -57,6 +60,15 @@ def test_an_abort_of_a_place_used_twice_between_two_looks_is_kept():
     for tail, request_id in enumerate((2, 3, 4, 5)):
         push_abort(wire, tail, request_id)
     assert wire.abort.tolist() == [2, 3, 4, 5]
+
+
+def test_a_place_that_has_become_free_is_given_away_last():
+    book, places = InFlight(4, 16), []
+    for _ in range(8):
+        request_id, _ = book.open(SimpleNamespace(), 1)
+        places.append(request_id % 4)
+        book.withdraw(request_id)
+    assert places == [0, 1, 2, 3] * 2
 
 
 def test_a_failing_reader_ends_its_own_request_only():
@@ -129,6 +141,8 @@ def test_a_forked_child_is_told_and_ends_at_once():
             try:
                 engine.submit(prompt(3))
             except DeviceError as error:
+                with pytest.raises(DeviceError, match="another process"):
+                    engine.stats()
                 engine.close()
                 os._exit(0 if "another process" in str(error) else 2)
             os._exit(1)
@@ -172,6 +186,34 @@ def test_parking_a_faulted_device_is_refused():
             engine.submit(prompt(5)).result(10)
         with pytest.raises(DeviceHung), engine.parked():
             pytest.fail("the body of parked() ran on a faulted device")
+
+
+class NeverStarts:
+    """A device whose launches wait behind something else."""
+
+    operations, workers, worker_name, crash = ("all",), 1, "worker", None
+
+    def launch(self):
+        pass
+
+    def failure(self):
+        return ""
+
+    def close(self, timeout_s=5.0):
+        return False
+
+
+def test_a_device_that_does_not_start_fails_a_ping_and_is_told_to_leave():
+    wire = make_wire(slots=1, workers=1, ctx=64, max_inflight=2, completion_entries=64)
+    link = Link(wire, NeverStarts(), deadline_s=0.2)
+    with pytest.raises(DeviceHung, match=r"no sign of life for 0\.2 s: worker 0 outside"):
+        link.ping(10)
+    assert wire.control[Word.COMMAND] == Command.RUN
+    late = np.zeros((), COMPLETION)
+    late["kind"], late["request_id"] = CompletionKind.PONG, -1
+    link._dispatch(late)  # its answer comes all the same: nobody waits for it
+    link.close(1)
+    assert wire.control[Word.COMMAND] == Command.SHUTDOWN
 
 
 def test_the_watchdog_counts_moving_phases_as_life_and_a_stopped_process_as_none(monkeypatch):

@@ -288,8 +288,9 @@ def test_a_script_says_nothing_behind_its_end(text):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_auto_rests_and_returns_and_never_shows(text, seed):
-    """Good and useless stretches alternate; whatever the budget does, the text stays."""
+def test_auto_never_shows(text, seed):
+    """Good and useless stretches alternate; whatever the budget does, the text stays. What it does
+    depends on the machine's times: tests/cpu/test_policy.py has a simulated one."""
     said = half_right([(PROMPT, text.token_ids)], seed)
     for position in range(len(PROMPT) + 100, len(PROMPT) + 250):
         said[position] = [((text.token_ids[position - len(PROMPT)] + 1) % VOCAB, -0.01)]
@@ -297,5 +298,5 @@ def test_auto_rests_and_returns_and_never_shows(text, seed):
         play(speculating, said)
         result = one(speculating, PROMPT, max_new_tokens=400, **ANYHOW)
         check_same(result, text, 400)
-        assert len(result.stats.accepted) > 2 and result.stats.steps > 150
+        assert 150 < result.stats.steps <= 400
         check_all_returned(speculating)
