@@ -7,8 +7,9 @@ the device writes 1,000 tokens; the bound is 0, and the calls of the engine's st
 counter counts. Needs the package cupti-python; without it the calls are reported as null.
 
 Stop: a child process decodes while this one sends it SIGSTOP for a second and then SIGCONT. The
-intervals between the device's own time stamps, inside and outside the stop, come from the
-completions; tokens are compared with an undisturbed run. Rings hold more than a second of tokens.
+intervals between the device's own time stamps, over the whole run, come from the completions and
+stand beside those of an undisturbed run, whose tokens must be the same. The rings hold more than a
+second of tokens.
 """
 
 from __future__ import annotations

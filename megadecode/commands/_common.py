@@ -79,9 +79,11 @@ def budget_of(text: str) -> str | int:
 @contextmanager
 def opened(model: str, ctx: int, **options: Any) -> Iterator[Engine]:
     """An engine for one request at a time, with a word while it loads."""
+    from host.jit import cache_folder
     from megadecode.engine import Engine
 
-    with notes().status("loading"):
+    cold = options.get("device") != "cuda" and not any(cache_folder().rglob("loop.run-*.nbc"))
+    with notes().status("compiling for this machine, once: a minute or two" if cold else "loading"):
         engine = Engine(model, ctx, slots=1, chunk_rows=CHUNK_ROWS, **options)
     with engine:
         yield engine
