@@ -29,6 +29,7 @@ def export_drafter(
     if chosen is None:
         raise ModelError(f"no drafter belongs to {target.config.name}; give one's path")
     export_gguf(chosen, target.path, gguf, target.config.context_tokens)
+    typer.echo(f"wrote {gguf}")
 
 
 def register(app: typer.Typer) -> None:

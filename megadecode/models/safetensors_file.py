@@ -98,7 +98,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+            first = file.read(8)
+            length = int.from_bytes(first, "little")
+            if first.startswith(b"GGUF"):
+                raise ModelError(f"{path}: is a GGUF file; a safetensors file is needed here")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise ModelError(
                     f"{path}: its header claims {length} bytes, the file has {size}; it is "

@@ -65,10 +65,11 @@ def test_eval_drafter(files):
 
 
 def test_export_drafter(files):
-    command(
+    said = command(
         "export-drafter", files / "drafter.safetensors", "--gguf", files / "draft.gguf",
         "--model", files / "target.gguf",
     )  # fmt: skip
+    assert said == f"wrote {files / 'draft.gguf'}\n"
     names = {tensor.name for tensor in GGUFReader(files / "draft.gguf").tensors}
     assert {"fc.weight", "blk.1.ffn_down.weight", "enc.output_norm.weight"} <= names
 

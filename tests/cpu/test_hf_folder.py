@@ -153,6 +153,7 @@ DAMAGED = {
     "short": (b"1234567", "its header claims 15540725856023089 bytes, the file has 7;"),
     "long header": (struct.pack("<Q", 2**40), f"its header claims {2**40} bytes, the file has 8;"),
     "other file": (b"PK\3\4" + bytes(40), "its header claims 67324752 bytes, the file has 44;"),
+    "GGUF": (b"GGUF" + bytes(40), "is a GGUF file; a safetensors file is needed here"),
     "not JSON": (raw_file(b"{not"), "its header is damaged: Expecting property name"),
     "no table": (raw_file([1]), "its header is damaged: not a JSON table"),
     "metadata": (
