@@ -1,4 +1,4 @@
-"""What the command line says while an engine starts: that it compiles, where nothing is kept yet."""
+"""The command line says that it compiles, where nothing compiled is kept yet."""
 
 from contextlib import contextmanager, nullcontext
 
