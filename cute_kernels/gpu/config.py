@@ -260,7 +260,7 @@ class Config:
             "row squares": self.red_buffers * self.warps * ROWS * 4,
             "residual": self.own_tiles * tile,
             "results": self.warps * ROWS * 16,
-            "descriptor": 384,
+            "descriptor": 512,
             "barriers": (2 * self.stages + 8) * 8,
         }
         if self.team > 1:

@@ -67,7 +67,7 @@ def pass_gate(k: cutlass.Constexpr, tag: Int32, turn: Int32):
     """Consumer warps: wait, without a limit, for the descriptor with that tag."""
     if k.wid == 0:
         sync.wait_tag(k.board + Int64(int(Board.DESC) * 4), tag)
-        if k.lane < 20:
+        if k.lane < 24:
             words = sync.ld_words(k.board + Int64(int(Board.DESC) * 4) + Int64(k.lane * 16))
             sync.sts_words(k.desc + k.lane * 16, words)
         cute.arch.sync_warp()
