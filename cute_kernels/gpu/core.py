@@ -62,8 +62,9 @@ class Core:
         service.run_service(k): the whole life of the service warp.
 
     The drafter. Its layers have the sizes of the target's and run through the same code; phases
-    go on behind the head: with P = 4 layers + 1, t taps and D layers, P .. P + t - 1 are `fc` (one tap each: W_fc f is a sum over taps), P + t is `ckv` (keys and values of all drafter
-    layers from c), then 4 a layer, and P + t + 1 + 4 D is its head. k.draft_layers, k.taps: Int32.
+    go on behind the head: with P = 4 layers + 1, t taps and D layers, P .. P + t - 1 are `fc` (one
+    tap each: W_fc f is a sum over taps), P + t is `ckv` (keys and values of all drafter layers from
+    c), then 4 a layer, and P + t + 1 + 4 D is its head. k.draft_layers, k.taps: Int32.
 
     A DRAFT step, in order, all of it by consumer warps of all CTAs unless said:
         compact.compact(k): target KV of the accepted rows to their places. Row ACCEPTED[i] of the
