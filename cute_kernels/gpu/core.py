@@ -61,10 +61,10 @@ class Core:
         stream address `at` behind the `prefetched(k)` copies of phase 0 that it already issued.
         service.run_service(k): the whole life of the service warp.
 
-    The drafter. Its layers have the sizes of the target's and run through the same code; phases go
-    on behind the head: with P = 4 layers + 1, t taps and D layers of the drafter, P .. P + t - 1 are
-    `fc` (one tap each: W_fc f is a sum over taps), P + t is `ckv` (keys and values of all drafter
-    layers from c), then 4 a layer, and P + t + 1 + 4 D is its head. k.draft_layers, k.taps: Int32.
+    The drafter. Its layers have the sizes of the target's and run through the same code; phases
+    go on behind the head: with P = 4 layers + 1, t taps and D layers, P .. P + t - 1 are `fc` (one
+    tap each: W_fc f is a sum over taps), P + t is `ckv` (keys and values of all drafter layers from
+    c), then 4 a layer, and P + t + 1 + 4 D is its head. k.draft_layers, k.taps: Int32.
 
     A DRAFT step, in order, all of it by consumer warps of all CTAs unless said:
         compact.compact(k): target KV of the accepted rows to their places. Row ACCEPTED[i] of the
@@ -81,12 +81,12 @@ class Core:
         tree.grow_tree(k): CTA 0 waits for the ranks, writes ROW_TABLE, TREE_ROWS, then TREE_TAG.
     Behind the head of a DECODE or ROWS step with DECIDE, decide.decide_rows(k): CTA r waits for the
     results of row r, sets them back to EMPTY and writes DECISION of the row.
-    A ROWS step: verify.run_rows(k, stage, parity) -> (stage, parity), consumer warps, up to and with
-    publishing the results of all rows; verify.produce_rows(k, stage, parity, issued, landed,
-    landed_parity) -> those five: the producer. Its rows are those of ROW_TABLE, row i's key and value
-    at position POSITION + i; outputs are the bits of a DECODE step's.
-    Features: behind the tapped layers of DECODE, ROWS and PROMPT, row i of the step as bf16 into row
-    i of FEATURES.
+    A ROWS step: verify.run_rows(k, stage, parity) -> (stage, parity), consumer warps, up to and
+    with publishing the results of all rows; verify.produce_rows(k, stage, parity, issued, landed,
+    landed_parity) -> those five: the producer. Its rows are those of ROW_TABLE, row i's key and
+    value at position POSITION + i; outputs are the bits of a DECODE step's.
+    Features: behind the tapped layers of DECODE, ROWS and PROMPT, row i of the step as bf16 into
+    row i of FEATURES.
     Whoever waits for words of another CTA and then publishes puts `sync.fence_gpu()` in between.
     """
 
