@@ -88,7 +88,18 @@ class CudaParts:
         return self.link.wire
 
     def refuse(self, params: SamplingParams) -> None:
-        """Nothing: the kernel has every parameter there is."""
+        """ParameterError for what the kernel does not do yet."""
+        wanted = {
+            "temperature above 0": params.temperature > 0,
+            "logit_bias": bool(params.logit_bias),
+            "logprobs above 0": params.logprobs > 0,
+        }
+        missing = [name for name, asked in wanted.items() if asked]
+        if missing:
+            raise ParameterError(
+                f"{', '.join(missing)}: device 'cuda' decodes greedily in this release; "
+                "use device='cpu' for this request"
+            )
 
     def figures(self, *, reset: bool) -> list[PhaseFigures]:
         """None: the kernel that serves has no timing slots."""
@@ -291,6 +302,7 @@ def _table(
     table[Arg.LAYERS] = config.layers
     if draft is not None:
         table[Arg.DRAFT_LAYERS], table[Arg.DRAFT_TAPS] = draft.layers, draft.taps
+        table[Arg.DRAFT_COLUMNS] = draft.columns or config.vocab
     for name, tensor in memory.items():
         if name in Arg.__members__:
             table[Arg[name]] = tensor.data_ptr()

@@ -26,7 +26,7 @@ def drafter_config(name: str, tokens: tuple[int, ...] = (), **changes) -> Drafte
     s = SHAPES[name]
     values = dict(
         name="d", layers=2, hidden=s.hidden, heads=s.heads, kv_heads=s.kv_heads,
-        head_dim=s.head_dim, ffn=s.ffn, vocab=2100, block_size=8, taps=TAPS, target_layers=3,
+        head_dim=s.head_dim, ffn=2048, vocab=2100, block_size=8, taps=TAPS, target_layers=3,
         mask_token_id=0, draft_tokens=tokens,
         layer_types=("full_attention", "sliding_attention"), window=96, output_multiplier=0.5,
     )  # fmt: skip
@@ -73,7 +73,7 @@ def bits(x: np.ndarray) -> np.ndarray:
 def test_every_phase_of_a_drafter_is_where_the_kernel_looks(name, listed):
     from megadecode.cuda_weights import pack_drafter, pack_model
 
-    s = dataclasses.replace(SHAPES[name], layers=3, vocab=2100)
+    s = dataclasses.replace(SHAPES[name], layers=3, vocab=2100, ffn=2048)
     c = product(s)
     model = random_model(
         ModelConfig(
