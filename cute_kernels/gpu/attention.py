@@ -24,9 +24,17 @@ out of the instruction cache: the code is kept small (loops stay loops, lanes sh
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
+from cute_kernels.gpu.attention_blocks import (
+    NEG_INF,
+    attend_block,
+    block_limit,
+    filled,
+    quad_sum,
+    sums_seen,
+)
 from cute_kernels.gpu.attention_merge import (
     give_stats,
     give_sums,
@@ -40,21 +48,16 @@ from cute_kernels.gpu.attention_stream import (  # begin_produce, produce_kv: fo
     Places,
     begin_produce,
     begin_step,
-    desc_int,
     produce_kv,
 )
 from cute_kernels.gpu.attention_tail import row_address, run_tail, wait_for_tail
-from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import CHUNK_BYTES
-from cute_kernels.gpu.fragments import bf16_pair, exp2, mma
 from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.ring import advance
 from cute_kernels.gpu.rotary import norm_weights, rotate_head
-from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import Buffers
 
 __all__ = ["begin_produce", "begin_step", "produce_kv", "run_attention"]
-NEG_INF = -float("inf")
 ASK_AT_ONCE = 6  # vectors of 16 rows that a lane asks for without knowing that one is there
 
 
@@ -99,7 +102,8 @@ def take_inputs(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: 
     c, s = k.c, k.c.shape
     chunks, vector = s.head_dim // 32, k.lane * 16
     row = k.lane >> 2
-    q_weights, k_weights = norm_weights(k, layer, 0), norm_weights(k, layer, 1)
+    q_weights = norm_weights(k, layer, 0, p.norms, p.normed)
+    k_weights = norm_weights(k, layer, 1, p.norms, p.normed)
     task = c.warps - 1 - k.wid
     values, upper = task & 1, task >> 1
     of_kv = (p.split < rows) & (task < 4) & (upper * 8 + row < rows)
@@ -135,128 +139,13 @@ def take_inputs(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: 
 
 
 # -- committed blocks ----------------------------------------------------------------------------
-def ldmatrix(addr, transposed):
-    kind = "ldmatrix.sync.aligned.m8n8.x4" + (".trans" if transposed else "")
-    return ptx_read(
-        kind + ".shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
-        [Uint32] * 4,
-        addr,
-    )
-
-
-def quad_max(v):
-    v = sync.maximum([v, cute.arch.shuffle_sync_bfly(v, offset=1)])
-    return sync.maximum([v, cute.arch.shuffle_sync_bfly(v, offset=2)])
-
-
-def quad_sum(v):
-    v = v + cute.arch.shuffle_sync_bfly(v, offset=1)
-    return v + cute.arch.shuffle_sync_bfly(v, offset=2)
-
-
-def block_scores(k, q, base):
-    """S = Q K^T of 16 rows and 32 keys: 4 tiles of 8 keys."""
-    i, d = k.lane, k.c.shape.head_dim
-    at = base + (i & 7) * (2 * d)
-    piece = ((i >> 3) ^ (i & 7)) << 4
-    tiles, upper = [], d // 8
-    for j in range(4):
-        s = [Float32(0.0)] * 4
-        for chunk in range(d // 32):
-            b = ldmatrix(at + (piece ^ (chunk * 64)) + j * (16 * d), False)
-            for e in range(2):
-                w = chunk * 4 + 2 * e
-                a = [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
-                s = mma(s, a, b[2 * e : 2 * e + 2])
-        tiles.append(s)
-    return tiles
-
-
-def block_values(k, o, probabilities, base, masks=None):
-    """O += P V; o: flat [tiles of 8 dimensions x 4]. masks: bits of V that count, [16 keys][keys
-    2 t and 2 t + 1, and 8 further]; None: all."""
-    i, d = k.lane, k.c.shape.head_dim
-    at = base + (i & 15) * (2 * d)
-    piece = ((i >> 4) ^ (i & 7)) << 4
-    for u in range(2):
-        p = [probabilities[u * 8 + e] for e in range(8)]
-        a = [bf16_pair(p[2 * e], p[2 * e + 1]) for e in range(4)]
-        for n in range(0, d // 8, 2):
-            b = ldmatrix(at + (piece ^ (n << 4)) + u * (32 * d), True)
-            if masks is not None:
-                b = [x & masks[u][w & 1] for w, x in enumerate(b)]
-            for e in range(2):
-                to = (n + e) * 4
-                sums = mma([o[to + w] for w in range(4)], a, b[2 * e : 2 * e + 2])
-                for w in range(4):
-                    o[to + w] = sums[w]
-
-
-@cute.jit
-def softmax_block(k: cutlass.Constexpr, tiles: cutlass.Constexpr, limits: cutlass.Constexpr,
-                  block: Int32, rows: Int32, p: cute.Tensor, m: cute.Tensor, den: cute.Tensor,
-                  o: cute.Tensor):  # fmt: skip
-    """One online-softmax step; probabilities by tile into p, flat like the tiles. Rows 8 to 15 are
-    left out where a step has none; p is 0 there."""
-    softmax_half(k, tiles, 0, block < limits[0], p, m, den, o)
-    if rows > 8:
-        softmax_half(k, tiles, 1, block < limits[1], p, m, den, o)
-
-
-def softmax_half(k, tiles, h, valid, p, m, den, o):
-    """For row half h. m is in units of scaled scores. A row the block is not for gets probabilities
-    2^-inf = 0 and factor 1."""
-    scale = k.c.shape.head_dim**-0.5 * 1.4426950408889634
-    s = [tiles[j][2 * h + e] for j in range(4) for e in range(2)]
-    top = quad_max(sync.maximum(s))
-    new = sync.maximum([m[h], sync.choose(valid, top * scale, NEG_INF)])
-    alpha = exp2(sync.choose(new > NEG_INF, m[h] - new, 0.0))
-    off = sync.choose(valid, new, -NEG_INF)
-    sums = [exp2(v * scale - off) for v in s]
-    for j in range(4):
-        for e in range(2):
-            p[j * 4 + 2 * h + e] = sums[2 * j + e]
-    while len(sums) > 1:
-        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
-    m[h] = new
-    den[h] = den[h] * alpha + sums[0]
-    for n in range(k.c.shape.head_dim // 8):
-        for e in range(2):
-            at = n * 4 + 2 * h + e
-            o[at] = o[at] * alpha
-
-
-def sums_seen(k, o):
-    """A word that depends on every load of a block: each tile of O does on its part of V and,
-    by way of the probabilities, on all of K."""
-    seen = sync.as_bits(o[0])
-    for n in range(2, k.c.shape.head_dim // 8, 2):  # two tiles a load
-        seen = seen | sync.as_bits(o[n * 4])
-    return seen
-
-
-def filled(n, value):
-    out = cute.make_rmem_tensor(cute.make_layout(n), Float32)
-    for i in range(n):
-        out[i] = Float32(value)
-    return out
-
-
-def block_limit(k, rows, h):
-    """Blocks below c(p) of this lane's row in half h of an accumulator; none for an absent row."""
-    row = (k.lane >> 2) + 8 * h
-    position = desc_int(k, Desc.ROW_POSITION, row)
-    blocks = cutlass.max(position - 15, 0) >> 6
-    return Int32(sync.select(row < rows, Uint32(blocks), Uint32(0)))
-
-
 @cute.jit
 def run_blocks(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, m: cute.Tensor,
                den: cute.Tensor, o: cute.Tensor, half: Int32, rows: Int32, main_blocks: Int32,
                stage: Int32, parity: Int32):  # fmt: skip
     """This warp's keys of every block of this CTA; warps without a head only pass stages on."""
     c, row_bytes = k.c, 2 * k.c.shape.head_dim
-    limits = [block_limit(k, rows, 0), block_limit(k, rows, 1)]
+    limits = [block_limit(k, p, rows, 0), block_limit(k, p, rows, 1)]
     block = p.split
     while block < main_blocks:
         key_stage = stage
@@ -273,13 +162,7 @@ def run_blocks(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, m: cu
             values = k.ring.base + value_stage * k.ring.stage_bytes
             if cutlass.const_expr(stages_per_block(c) == 1):
                 values = values + PAGE * row_bytes
-            lower = half * (32 * row_bytes)
-            for _ in cutlass.range(2 // halves(c), unroll=1):
-                tiles = block_scores(k, q, keys + lower)
-                prob = filled(16, 0.0)
-                softmax_block(k, tiles, limits, block, rows, prob, m, den, o)
-                block_values(k, o, prob, values + lower)
-                lower = lower + 32 * row_bytes
+            attend_block(k, q, m, den, o, half, keys, values, block, limits, rows)
             seen = sums_seen(k, o)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -344,11 +227,60 @@ def release_tail(k: cutlass.Constexpr, n: Int32, stage: Int32, seen: Uint32):
 
 
 @cute.jit
+def share_part(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, half: Int32, rows: Int32,
+               has_blocks: Boolean, m: cute.Tensor, den: cute.Tensor, o: cute.Tensor,
+               part: Int64):  # fmt: skip
+    """All consumer warps: what this split's blocks came to, halves of the keys put together, into
+    its part of every row (part: row_parts of row 0). has_blocks: this warp has summed some.
+
+    Behind the first barrier the step's K and V rows are in p.new, and every warp has released all
+    stages before the tail, so a warp that does not read the tail may release it at once."""
+    c = k.c
+    for h in cutlass.range_constexpr(2):
+        den[h] = quad_sum(den[h])
+    if cutlass.const_expr(c.red_buffers > 1 and halves(c) == 2):
+        sync.consumer_sync(c.warps * 32)  # somebody may still add qkv's last sums
+    if has_blocks:
+        if cutlass.const_expr(halves(c) == 2):
+            give_stats(k, p, head, half, m, den)
+            give_sums(k, p, head, half, o)
+    sync.consumer_sync(c.warps * 32)
+    stamp(k, 3)
+    if has_blocks:
+        own = part + Int64(p.split * c.part_bytes)
+        publish_part(k, p, head, half, rows, m, den, o, own)
+    sync.consumer_sync(c.warps * 32)  # whoever comes next may write where sums were exchanged
+
+
+@cute.jit
+def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, u: cute.Tensor,
+              head: Int32, half: Int32, row: Int32, slot: Int32, part: Int64, out: Int64,
+              stage: Int32, tail_first: Int32, main_blocks: Int32):  # fmt: skip
+    """The two warps of a query head (one where it has but one): tail and merge of a row. The last
+    half's does the tail while half 0's waits for the other splits' words. u: take_parts' words.
+    part: row_parts of the row. slot: 0 and 1 in turn. Returns what run_tail does."""
+    c, seen = k.c, Uint32(0)
+    if half == halves(c) - 1:
+        seen = run_tail(k, p, head, row, slot, q, stage, tail_first)
+    if half == 0:
+        take_parts(k, u, head, part, main_blocks)
+    stamp(k, 5)
+    if cutlass.const_expr(halves(c) == 2):
+        sync.pair_sync(head)
+    else:
+        cute.arch.sync_warp()
+    stamp(k, 6)
+    if half == 0:
+        publish_row(k, p, u, head, row, slot, out)
+    stamp(k, 7)
+    return seen
+
+
+@cute.jit
 def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, head: Int32,
                half: Int32, rows: Int32, layer: Int32, part: Int64, out: Int64, stage: Int32,
                parity: Int32):  # fmt: skip
-    """Tail and merge of rows split, split + splits, ...: the last half's warp of a head does the
-    tail while half 0's waits for the other splits' words."""
+    """Tail and merge of rows split, split + splits, ..."""
     c, last_half = k.c, halves(k.c) - 1
     tail_first, tail_count, main_blocks, _ = sync.lds_ints(p.step)
     stages = tail_count * stages_per_block(c)
@@ -359,19 +291,10 @@ def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, head:
         u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
         row, slot = p.split, Int32(0)
         while row < rows:
-            if half == last_half:
-                seen = seen | run_tail(k, p, head, row, slot, q, stage, tail_first)
-            if half == 0:
-                take_parts(k, u, head, row_parts(k, p, part, row), main_blocks)
-            stamp(k, 5)
-            if cutlass.const_expr(halves(c) == 2):
-                sync.pair_sync(head)
-            else:
-                cute.arch.sync_warp()
-            stamp(k, 6)
-            if half == 0:
-                publish_row(k, p, u, head, row, slot, out)
-            stamp(k, 7)
+            seen = seen | merge_row(
+                k, p, q, u, head, half, row, slot, row_parts(k, p, part, row), out, stage,
+                tail_first, main_blocks,
+            )  # fmt: skip
             row, slot = row + c.splits, 1 - slot
     release_tail(k, stages, stage, seen)
     # by warps that do not merge, if there are any
@@ -393,24 +316,11 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
     stamp(k, 1)
     m, den, o = filled(2, NEG_INF), filled(2, 0.0), filled(d // 2, 0.0)
     stage, parity = run_blocks(k, p, words, m, den, o, half, rows, main_blocks, stage, parity)
-    for h in cutlass.range_constexpr(2):
-        den[h] = quad_sum(den[h])
     stamp(k, 2)
-    if cutlass.const_expr(c.red_buffers > 1 and halves(c) == 2):
-        sync.consumer_sync(c.warps * 32)  # somebody may still add qkv's last sums
     has_blocks = (p.split < main_blocks) & (k.wid < c.group_heads * halves(c))
-    if has_blocks:
-        if cutlass.const_expr(halves(c) == 2):
-            give_stats(k, p, head, half, m, den)
-            give_sums(k, p, head, half, o)
-    # behind this barrier the step's K and V rows are there, and every warp has released all stages
-    # before the tail, so a warp that does not read the tail may release it at once
-    sync.consumer_sync(c.warps * 32)
-    stamp(k, 3)
-    if has_blocks:
-        own = row_parts(k, p, part, Int32(0)) + Int64(p.split * c.part_bytes)
-        publish_part(k, p, head, half, rows, m, den, o, own)
-    sync.consumer_sync(c.warps * 32)  # whoever comes next may write where sums were exchanged
+    share_part(
+        k, p, head, half, rows, has_blocks, m, den, o, row_parts(k, p, part, Int32(0))
+    )  # fmt: skip
     stamp(k, 4)
     if p.split < rows:
         merge_rows(k, p, words, head, half, rows, layer, part, out, stage, parity)

@@ -181,7 +181,9 @@ def publish_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, head
     words = merge_words(k, u, tail_slot(p, slot, head, c.group_heads))
     col = (p.kv_head * c.group_heads + head) * c.shape.head_dim
     for w in cutlass.range_constexpr(4):
-        put_word(k.lane < lanes_per_split(k), out, row, col + merge_dim(k, w), words[w])
+        put_word(
+            k.lane < lanes_per_split(k), out, row, col + merge_dim(k, w), words[w], p.chunk_bytes
+        )
 
 
 def row_parts(k, p, part, row):

@@ -6,11 +6,11 @@ both. The address of a row carries the row's swizzle in its low bits: piece i li
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.attention_plan import ROWS, TAIL_KEYS, stages_per_block
-from cute_kernels.gpu.attention_stream import desc_int
+from cute_kernels.gpu.attention_stream import desc_int, path_row, row_position
 from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.fragments import exp2, unpack_pair
 from cute_kernels.gpu.kv_layout import PAGE
@@ -30,11 +30,14 @@ def tail_slot(p, slot, head, heads):
 
 
 @cute.jit
-def key_row(k: cutlass.Constexpr, p: cutlass.Constexpr, pos: Int32, committed: Int32,
-            path0: Uint32, path1: Uint32, tail: Int32, tail_first: Int32):  # fmt: skip
-    """(shared address of the K row, of the V row) of the key at a position. tail: the stage of the
-    first tail block."""
+def key_row(k: cutlass.Constexpr, p: cutlass.Constexpr, row: Int32, pos: Int32, committed: Int32,
+            tail: Int32, tail_first: Int32):  # fmt: skip
+    """(shared address of the K row, of the V row) of the key at a position of a row's path. tail:
+    the stage of the first tail block."""
     per_block, row_bytes = stages_per_block(k.c), 2 * k.c.shape.head_dim
+    if cutlass.const_expr(p.new is None):
+        if pos >= committed:
+            pos = committed + path_row(p, row, pos - committed)
     stage = tail + ((pos >> 6) - tail_first) * per_block
     if stage >= k.ring.n:
         stage = stage - k.ring.n
@@ -43,19 +46,16 @@ def key_row(k: cutlass.Constexpr, p: cutlass.Constexpr, pos: Int32, committed: I
         values = stage + 1
         if values == k.ring.n:
             values = Int32(0)
-    row = pos & 63
+    place = pos & 63
     key_base = k.ring.base + stage * k.ring.stage_bytes
     value_base = k.ring.base + values * k.ring.stage_bytes
     if cutlass.const_expr(per_block == 1):
         value_base = value_base + PAGE * row_bytes
-    if pos >= committed:
-        d = pos - committed
-        path = path0
-        if d >= 8:
-            path = path1
-        row = Int32((path >> Uint32((d & 7) * 4)) & Uint32(15))
-        key_base, value_base = p.new, p.new + ROWS * row_bytes
-    return row_address(key_base, row, row_bytes), row_address(value_base, row, row_bytes)
+    if cutlass.const_expr(p.new is not None):
+        if pos >= committed:
+            place = path_row(p, row, pos - committed)
+            key_base, value_base = p.new, p.new + ROWS * row_bytes
+    return row_address(key_base, place, row_bytes), row_address(value_base, place, row_bytes)
 
 
 def dot_pieces(sums, at, q_at):
@@ -80,8 +80,8 @@ def dot_row(k, at, q_at):
 
 
 @cute.jit
-def tail_scores(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, q_at: Int32, n: Int32,
-                first: Int32, committed: Int32, path0: Uint32, path1: Uint32, tail: Int32,
+def tail_scores(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, row: Int32, q_at: Int32,
+                n: Int32, first: Int32, committed: Int32, tail: Int32,
                 tail_first: Int32):  # fmt: skip
     """Lane-parallel scores of the row's tail keys; returns their maximum. (probability fp32,
     address of the V row) of every key go to shared memory; beyond n the probability is 0 and the
@@ -93,7 +93,7 @@ def tail_scores(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, q_at: I
     for r in cutlass.range(rounds, unroll=1):
         i = k.lane + 32 * r
         key, value_row = key_row(
-            k, p, first + cutlass.min(i, n - 1), committed, path0, path1, tail, tail_first
+            k, p, row, first + cutlass.min(i, n - 1), committed, tail, tail_first
         )
         score = sync.choose(i < n, dot_row(k, key, q_at) * scale, NEG_INF)
         sync.sts_pair(at + 256 * r, score, sync.as_float(value_row))
@@ -162,16 +162,12 @@ def run_tail(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, row: Int32
              q: cute.Tensor, stage: Int32, tail_first: Int32):  # fmt: skip
     """The tail of a row, whose stages have arrived; leaves head_dim sums, maximum and denominator
     in the slot. Returns a word that depends on everything read from the ring."""
-    pos = desc_int(k, Desc.ROW_POSITION, row)
-    path0, path1 = sync.lds_pair(k.desc + (int(Desc.PATH) + 2 * row) * 4)
+    pos = row_position(p, row)
     first = (cutlass.max(pos - 15, 0) >> 6) << 6
     to = tail_slot(p, slot, head, k.c.group_heads)
     stage_query(k, to, row, q)
     n = pos - first + 1
-    top = tail_scores(
-        k, p, head, to, n, first, desc_int(k, Desc.COMMITTED), sync.as_bits(path0),
-        sync.as_bits(path1), stage, tail_first,
-    )  # fmt: skip
+    top = tail_scores(k, p, head, row, to, n, first, desc_int(k, Desc.COMMITTED), stage, tail_first)
     dims = k.c.shape.head_dim // 32
     o = cute.make_rmem_tensor(cute.make_layout(dims), Float32)
     den = tail_values(k, p, head, n, o)

@@ -11,7 +11,7 @@ from cute_kernels.gpu import sync
 from cute_kernels.gpu.config import CHUNK
 from cute_kernels.gpu.fragments import bf16_pair, unpack_pair
 from cute_kernels.gpu.kv_layout import PAGE
-from cute_kernels.gpu.rotary import head_factor, head_weights, norm_weights, scaled, turn
+from cute_kernels.gpu.rotary import head_factor, head_weights, scaled, turn
 from cute_kernels.gpu.sync import ptx_read
 
 
@@ -125,25 +125,24 @@ def turned_for(turned: Int64, stride: cutlass.Constexpr, row: Int32, at: Int32):
 
 
 @cute.jit
-def weights_at(k: cutlass.Constexpr, norms: Int64, rope: Int64, layer: Int32):
+def weights_at(k: cutlass.Constexpr, s: cutlass.Constexpr, layer: Int32):
     """Of the norm of a layer's K; where there is none, some floats that exist."""
-    at = rope
-    if norms != 0:
-        at = norms + Int64((layer * 2 + 1) * (k.c.shape.head_dim * 4))
+    at = s.norms + Int64((layer * 2 + 1) * (k.c.shape.head_dim * 4))
+    if cutlass.const_expr(s.optional):
+        if s.norms == 0:
+            at = s.rope
     return at
 
 
 def key_words(k, s, vectors, layer, at, row):
     """A head's K as it is stored."""
-    position = at
+    position, weights, normed = at, None, None
     if s.turned is not None:
         position = turned_for(s.turned, s.turned_stride, row, at)
-    if s.norms is None:
-        return rotated(k, s.rope, vectors, position, None)
-    if not s.optional:
-        return rotated(k, s.rope, vectors, position, norm_weights(k, layer, 1, s.norms))
-    weights = head_weights(k, weights_at(k, s.norms, s.rope, layer))
-    return rotated(k, s.rope, vectors, position, weights, s.norms != 0)
+    if s.norms is not None:
+        weights = head_weights(k, weights_at(k, s, layer))
+        normed = s.norms != 0 if s.optional else None
+    return rotated(k, s.rope, vectors, position, weights, normed)
 
 
 @cute.jit

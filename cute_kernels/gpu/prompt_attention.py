@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.attention import (
+from cute_kernels.gpu.attention_blocks import (
     NEG_INF,
     block_scores,
     block_values,

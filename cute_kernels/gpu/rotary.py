@@ -54,14 +54,13 @@ def head_weights(k, at):
     return out
 
 
-def norm_weights(k, layer, which, table=None):
-    """`head_weights` of q (which = 0) or k (1) in a layer; None where the model has none. table: in
-    the place of the target's, where there always is one."""
+def norm_weights(k, layer, which, table=Arg.QK_NORM, normed=None):
+    """`head_weights` of q (which = 0) or k (1) in a layer; None where the model has none. normed:
+    whether it has; None: as the shape says."""
     s = k.c.shape
-    if table is None and not s.qk_norm:
+    if not (s.qk_norm if normed is None else normed):
         return None
-    table = arg(k, Arg.QK_NORM) if table is None else table
-    return head_weights(k, table + Int64((layer * 2 + which) * (s.head_dim * 4)))
+    return head_weights(k, arg(k, table) + Int64((layer * 2 + which) * (s.head_dim * 4)))
 
 
 def head_factor(pairs, d, eps):
@@ -106,12 +105,12 @@ def rotate_head(k, words, at, rope, weights):
 
 
 @cute.jit
-def load_rope(k: cutlass.Constexpr, position: Int32, to: Int32, lane: Int32,
-              lanes: cutlass.Constexpr, table: cutlass.Constexpr = None):  # fmt: skip
-    """`lanes` threads copy the rotary factors of a position to shared address `to`. table: in the
-    place of the target's."""
+def load_rope(k: cutlass.Constexpr, p: cutlass.Constexpr, position: Int32, to: Int32, lane: Int32,
+              lanes: cutlass.Constexpr):  # fmt: skip
+    """`lanes` threads copy the rotary factors of a position to shared address `to`. p.rope_table:
+    the entry of the argument table."""
     n_bytes = k.c.shape.head_dim * 4
-    src = (arg(k, Arg.ROPE) if table is None else table) + Int64(position) * n_bytes
+    src = arg(k, p.rope_table) + Int64(position) * n_bytes
     i = lane * 16
     while i < n_bytes:
         words = ptx_read(

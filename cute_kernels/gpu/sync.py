@@ -382,6 +382,10 @@ def lds_int(addr):
     return ptx_read("ld.shared.b32 {$w0}, [{$r0}];", [Int32], addr)
 
 
+def lds_byte(addr):
+    return ptx_read("ld.shared.u8 {$w0}, [{$r0}];", [Int32], addr)
+
+
 def lds_ints(addr):
     return ptx_read("ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Int32] * 4, addr)
 
