@@ -247,7 +247,7 @@ def share_part(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, half: In
     sync.consumer_sync(c.warps * 32)
     stamp(k, 3)
     if has_blocks:
-        own = part + Int64(p.split * c.part_bytes)
+        own = row_parts(k, p, part, Int32(0)) + Int64(p.split * c.part_bytes)
         publish_part(k, p, head, half, rows, m, den, o, own)
     sync.consumer_sync(c.warps * 32)  # whoever comes next may write where sums were exchanged
 
@@ -319,7 +319,7 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
     stamp(k, 2)
     has_blocks = (p.split < main_blocks) & (k.wid < c.group_heads * halves(c))
     share_part(
-        k, p, head, half, rows, has_blocks, m, den, o, row_parts(k, p, part, Int32(0))
+        k, p, head, half, rows, has_blocks, m, den, o, part
     )  # fmt: skip
     stamp(k, 4)
     if p.split < rows:

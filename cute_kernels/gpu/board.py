@@ -72,7 +72,7 @@ class Board(IntEnum):
     DESC = 0
     FIRST_TAG = 96  # the last tag of the launch before: read at the start, written on leaving
     DONE = 128  # CTAs that have finished a PROMPT step or are about to leave, monotone
-    BARRIER = 160  # the grid barrier of prompt phases: prompt.grid_barrier; starts at 0
+    BARRIER = 160  # see grid_barrier.py; starts at 0
     PHASE = 192  # a word a CTA: 1 + the phase it is in, 0 between steps
     RANK_TAG = 448  # [16]: the tag of the DRAFT step whose ranks of that row are complete
     TREE_TAG = 480  # the tag of the DRAFT step whose tree is complete in ROW_TABLE

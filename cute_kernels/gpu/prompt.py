@@ -11,14 +11,14 @@ absolute position. Keys of all positions before the chunk must be in the pages.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64
 
-from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
-from cute_kernels.gpu.board import WORD, Board, Desc
+from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import LAYER_KINDS
 from cute_kernels.gpu.core import arg, desc_word, note_phase
 from cute_kernels.gpu.gemm import plan_entry
+from cute_kernels.gpu.grid_barrier import barrier_side, grid_barrier
 from cute_kernels.gpu.keys import Keys, write_keys
 from cute_kernels.gpu.prompt_attention import attend, keys_written, produce_keys
 from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES, PARTS, ROW_TILE, PromptBuffers
@@ -55,36 +55,6 @@ def target_keys(k, p):
     if shape.qk_norm:
         s.norms = arg(k, Arg.QK_NORM)
     return s
-
-
-# -- the grid barrier ----------------------------------------------------------------------------
-def barrier_at(k):
-    return k.board + int(Board.BARRIER) * WORD
-
-
-@cute.jit
-def barrier_side(k: cutlass.Constexpr):
-    """1 where bit 31 of the barrier's counter is set. It cannot change before this CTA arrives."""
-    return Int32(sync.ld_acquire(barrier_at(k)) < 0)
-
-
-@cute.jit
-def grid_barrier(k: cutlass.Constexpr, side: Int32):
-    """All consumer warps of all CTAs. A turn adds 2^31 to the counter: 1 for every CTA, and the
-    rest by CTA 0; bit 31 flips when all have arrived. So the counter needs neither a reset nor a
-    memory of how many turns there were. Returns the new side."""
-    c = k.c
-    sync.consumer_sync(c.warps * 32)
-    if k.tid == 0:
-        step = sync.select(k.bid == 0, Uint32(2**31 - (c.ctas - 1)), Uint32(1))
-        sync.red_release(barrier_at(k), step)
-        tries, since = Int32(0), Int64(0)
-        seen = barrier_side(k)
-        while seen == side:
-            seen = barrier_side(k)
-            tries, since = sync.overdue(tries, since)
-    sync.consumer_sync(c.warps * 32)
-    return 1 - side
 
 
 # -- consumers -----------------------------------------------------------------------------------
