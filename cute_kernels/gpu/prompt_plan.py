@@ -53,9 +53,9 @@ class PromptBuffers:
 
 
 def most_tiles(c: Config, name: str) -> int:
-    """Most tiles of a matrix that one CTA multiplies."""
+    """Most tiles of a matrix that one CTA multiplies; of `ckv`, of a layer of the drafter."""
     g = c.gemm(name)
-    if name in ("o", "down"):
+    if g.owned:
         owned = int(c.team_tiles("down").max())
         return owned if g.split > 1 else -(-owned // c.team)
     return -(-g.tiles // c.ctas)
