@@ -77,11 +77,12 @@ class Engine(AbstractContextManager["Engine"]):
         ctx: positions a request may use, prompt and generated tokens together.
         slots: requests decoded at the same time, 1 to 16; further ones wait their turn. None: the
             device's choice, 16 on the CPU.
-        device: `auto` or `cpu`, or `cuda`: one request at a time, greedy, without a drafter.
+        device: `auto` or `cpu`, or `cuda`: one request at a time.
         draft: `auto`, a drafter that belongs to the model if there is one; `off`; or a drafter or
             the path of one. It never changes what is generated, only how fast.
-        budget: nodes to verify per slot and step, the root not counted: 0 to 255, or `auto`, chosen
-            step by step from measured times and acceptance.
+        budget: nodes to verify per slot and step, the root not counted: 0 to 255 (127 on a GPU),
+            or `auto`: on the CPU chosen step by step from measured times and acceptance, on a GPU
+            15.
         shape: `tree`, or `chain` (the budget is then its length).
         weights: `fp32` or `bf16`, the precision the weights are kept in; None: the device's choice,
             fp32 on the CPU.
