@@ -19,8 +19,9 @@ from cute_kernels.gpu.config import LAYER_KINDS
 from cute_kernels.gpu.core import arg, desc_word, note_phase
 from cute_kernels.gpu.gemm import plan_entry
 from cute_kernels.gpu.grid_barrier import barrier_side, grid_barrier
-from cute_kernels.gpu.prompt_attention import attend, keys_written, produce_keys, write_keys
-from cute_kernels.gpu.prompt_plan import PARTS, ROW_TILE
+from cute_kernels.gpu.keys import Keys, write_keys
+from cute_kernels.gpu.prompt_attention import attend, keys_written, produce_keys
+from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES, PARTS, ROW_TILE, PromptBuffers
 from cute_kernels.gpu.ring import skip
 from cute_kernels.gpu.rows_gemm import (
     Rows,
@@ -43,6 +44,17 @@ def chunk(k, rows, position):
     p.act, p.tokens, p.rope = arg(k, Arg.PROMPT_ACT), arg(k, Arg.TOKENS), arg(k, Arg.ROPE)
     p.embed_base, p.embed_table = arg(k, Arg.EMBED_BASE), arg(k, Arg.EMBED_TABLE)
     return p
+
+
+def target_keys(k, p):
+    """Of a layer of the target, from the columns of qkv."""
+    s, shape = Keys(), k.c.shape
+    s.source, s.chunk_bytes = p.act + Int64(PromptBuffers.of(k.c).q), COLUMNS_BYTES
+    s.column, s.position = shape.heads * shape.head_dim, p.position
+    s.pool, s.pool_layers, s.rope = k.kv_pool, k.layers, p.rope
+    if shape.qk_norm:
+        s.norms = arg(k, Arg.QK_NORM)
+    return s
 
 
 # -- consumers -----------------------------------------------------------------------------------
@@ -72,7 +84,7 @@ def run_layers(
                 stage, parity = rows_gemm(k, p, c.gemm("qkv"), phase, stage, parity)
         if kind == O:
             if cutlass.const_expr(has(only, "keys")):
-                write_keys(k, p, layer)
+                write_keys(k, target_keys(k, p), p.rows, layer, Int32(1))
                 side = grid_barrier(k, side)
             if cutlass.const_expr(has(only, "attention")):
                 keys_written(k, p)

@@ -23,6 +23,7 @@ from cute_kernels.gpu.embed import column_offset, token_address
 from cute_kernels.gpu.epilogue import norm_factor, silu_times
 from cute_kernels.gpu.fragments import bf16_pair, constant, mma, unpack_pair
 from cute_kernels.gpu.gemm import add_square, plan_entry, warp_chunks
+from cute_kernels.gpu.keys import load_words
 from cute_kernels.gpu.prompt_plan import (
     COLUMNS_BYTES,
     ROW_TILE,
@@ -46,12 +47,6 @@ class Rows:
 
 
 # -- global memory behind a grid barrier -------------------------------------------------------
-def load_words(at):
-    return ptx_read(
-        "ld.global.L1::no_allocate.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Uint32] * 4, at
-    )
-
-
 def load_quad(at):
     return ptx_read("ld.global.v4.f32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Float32] * 4, at)
 
