@@ -21,7 +21,7 @@ def test_candidates_are_right_as_often_as_planned():
         assert abs((ids[:, 1] == some).mean() - 0.1) < 0.02
         assert not (ids[:, 2:] == some[:, None]).any()
         assert (np.diff(found.logprobs[0]) <= 0).all()
-        assert (0 <= ids).all() and (ids < vocab).all()
+        assert (ids >= 0).all() and (ids < vocab).all()
         assert (np.diff(np.sort(ids, axis=1), axis=1) > 0).all()  # no id twice
     with pytest.raises(ValueError, match="acceptance 2 and"):
         propose([1], 0, vocab=9, acceptance=2)
