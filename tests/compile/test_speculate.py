@@ -33,4 +33,4 @@ def test_builds_without_spills(model, arch, part):
 
 @pytest.mark.parametrize("model", SHAPES)
 def test_shared_memory_suffices(model):
-    assert rank_plan.SMEM_BYTES <= AttentionSmem.of(product(model)).bytes
+    assert AttentionSmem.of(product(model)).bytes >= rank_plan.SMEM_BYTES

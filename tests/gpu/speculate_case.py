@@ -13,7 +13,16 @@ import numpy as np
 from cute_kernels.cpu import topk
 from cute_kernels.cpu.tree import build_tree, make_frontier, make_tree
 from cute_kernels.gpu import board
-from cute_kernels.gpu.board import MAX_CTAS, MAX_ROWS, RANKS, ROW_WORDS, Board, Desc, RowWord
+from cute_kernels.gpu.board import (
+    MAX_CTAS,
+    MAX_ROWS,
+    RANKS,
+    ROW_WORDS,
+    Board,
+    Desc,
+    Result,
+    RowWord,
+)
 from cute_kernels.gpu.rank_plan import MOST, RANKED_BYTES, pack_candidates, unpack_candidates
 
 ROWS, TAG = 16, 0x7FFFFFFF  # one before int32 wraps, as a step may be
@@ -21,22 +30,23 @@ WORKSPACE = topk.make_workspace(1, 1 << 18)
 
 
 def results_of(logits: np.ndarray, ctas: int) -> np.ndarray:
-    """int32 [rows, MAX_CTAS, 4]: what CTAs say about equal shares of a row's columns."""
-    out = np.full((len(logits), MAX_CTAS, 4), -1, np.int32)
-    shares = np.array_split(np.arange(logits.shape[1]), ctas)
-    for r, row in enumerate(logits):
-        for cta, share in enumerate(shares):
-            some = row[share]
-            wrong = not bool((some < np.inf).all())
-            top = np.float32(some.max()) if len(some) and not wrong else np.float32(-np.inf)
-            safe = top if top > -np.inf else np.float32(0)
-            with np.errstate(invalid="ignore", over="ignore"):
-                total = np.exp(some - safe).sum(dtype=np.float32) if not wrong else np.float32(0)
-            first = share[some == top]
-            words = out[r, cta]
-            words[0], words[2] = top.view(np.int32), np.float32(total).view(np.int32)
-            words[1] = first[0] if len(first) else 0x7FFFFFFF
-            words[3] = wrong
+    """int32 [rows, MAX_CTAS, 4] of board.Result: what CTAs say about equal shares of a row."""
+    rows, columns = logits.shape
+    share = -(-columns // ctas)
+    x = np.full((rows, ctas * share), -np.inf, np.float32)
+    x[:, :columns] = logits
+    x = x.reshape(rows, ctas, share)
+    wrong = ~(x < np.inf).all(2)
+    top = np.where(wrong, np.float32(-np.inf), x.max(2))
+    safe = np.where(top > -np.inf, top, np.float32(0))
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = np.exp(x - safe[:, :, None]).sum(2, dtype=np.float32)
+    first = (x == top[:, :, None]).argmax(2) + np.arange(ctas) * share
+    out = np.full((rows, MAX_CTAS, 4), -1, np.int32)
+    out[:, :ctas, Result.LOGIT] = top.view(np.int32)
+    out[:, :ctas, Result.TOKEN] = np.where(top > -np.inf, first, 0x7FFFFFFF)
+    out[:, :ctas, Result.SUM] = np.where(wrong, np.float32(0), total).view(np.int32)
+    out[:, :ctas, Result.FLAGS] = wrong
     return out
 
 
@@ -181,18 +191,18 @@ def draft_row(rng: np.random.Generator, columns: int, kind: str) -> np.ndarray:
 def drafts(n: int, widest: int, seed: int) -> Iterator[Step]:
     """Random steps: sizes, shapes, budgets, depths, chains, token lists; every other row plain."""
     rng = np.random.default_rng(seed)
-    for i in range(n):
+    for _ in range(n):
         rows = int(rng.integers(1, ROWS + 1))
         small = int(rng.choice([1, 2, 3, 5, 17, 100, 1000]))
         columns = int(rng.choice([small, int(rng.integers(1, widest + 1)), widest]))
         first = int(rng.integers(0, 2)) if rows > 1 else 0
-        plain = [["plain", SPECIAL[rng.integers(len(SPECIAL))]][int(rng.random() < 0.4)]
+        kinds = [["plain", SPECIAL[rng.integers(len(SPECIAL))]][int(rng.random() < 0.4)]
                  for _ in range(rows)]  # fmt: skip
         tokens = None
         if rng.random() < 0.3:
             tokens = np.sort(rng.permutation(4 * columns)[:columns]).astype(np.int32)
         yield Step(
-            np.stack([draft_row(rng, columns, kind) for kind in plain]),
+            np.stack([draft_row(rng, columns, kind) for kind in kinds]),
             budget=int(rng.choice([0, 1, 2, 7, 15, 16, 31, 63, 64, 126, 127])),
             depth=int(rng.choice([0, 1, 2, 3, 7, 14, 15])), chain=rng.random() < 0.15,
             first_drafted=first, tokens=tokens, position=int(rng.integers(0, 60000)),

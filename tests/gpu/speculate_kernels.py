@@ -1,4 +1,4 @@
-"""Ranks, tree and compaction:  python -m tests.gpu.speculate_kernels DIR [arch]   builds anywhere."""
+"""Ranks, tree, compaction:  python -m tests.gpu.speculate_kernels DIR [arch]   builds anywhere."""
 
 import dataclasses
 import json

@@ -23,7 +23,7 @@ class Rig:
 
     def launch(self, part: str, tensors: dict[str, torch.Tensor], numbers: dict[str, int]) -> None:
         values = np.zeros(COUNT, np.int64)
-        values[Arg.LAYERS] = self.c.shape.layers  # unless given
+        values[Arg.LAYERS] = self.c.shape.layers
         for name, t in tensors.items():
             values[Arg[name]] = t.data_ptr()
         for name, v in numbers.items():
