@@ -228,7 +228,8 @@ class Engine(AbstractContextManager["Engine"]):
         """A request for asyncio: await it for its Generation, or iterate it for its chunks.
 
         It starts when it is first awaited or iterated; cancelling the task that waits for it, or
-        leaving the iteration early, aborts it. Raises PromptError or ParameterError at the call,
+        leaving the iteration early, aborts it. It is no coroutine: `asyncio.ensure_future` and
+        `gather` take it, `asyncio.create_task` wants one around it. Raises PromptError or ParameterError at the call,
         DeviceError where it is awaited.
         """
         job = self._check(prompt, params, chat)
