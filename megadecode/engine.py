@@ -79,7 +79,8 @@ class Engine(AbstractContextManager["Engine"]):
             device's choice, 16 on the CPU.
         device: `auto` or `cpu`, or `cuda`: one request at a time.
         draft: `auto`, a drafter that belongs to the model if there is one; `off`; or a drafter or
-            the path of one. It never changes what is generated, only how fast.
+            the path of one; of a shape of `megadecode.presets`, `random`, for measuring. It never
+            changes what is generated, only how fast.
         budget: nodes to verify per slot and step, the root not counted: 0 to 255 (127 on a GPU),
             or `auto`: on the CPU chosen step by step from measured times and acceptance, on a GPU
             15.

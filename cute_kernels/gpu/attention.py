@@ -95,10 +95,11 @@ def ask_missing(words, addresses):
 
 @cute.jit
 def take_inputs(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32, head: Int32,
-                qkv: Int64, words: cute.Tensor):  # fmt: skip
-    """In one wait: this warp's head rows of q, and its share of the step's K and V rows of the kv
-    head (half of the rows of K or of V for each of the last four warps), normed and rotated, into
-    shared memory. words: q as head rows of rows 0 to 7 and 8 to 15, then that share."""
+                keys_too: Boolean, qkv: Int64, words: cute.Tensor):  # fmt: skip
+    """In one wait: this warp's head rows of q, and with keys_too its share of the step's K and V
+    rows of the kv head (half of the rows of K or of V for each of the last four warps), normed and
+    rotated, into shared memory. words: q as head rows of rows 0 to 7 and 8 to 15, then that share.
+    """
     c, s = k.c, k.c.shape
     chunks, vector = s.head_dim // 32, k.lane * 16
     row = k.lane >> 2
@@ -106,7 +107,7 @@ def take_inputs(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: 
     k_weights = norm_weights(k, layer, 1, p.norms, p.normed)
     task = c.warps - 1 - k.wid
     values, upper = task & 1, task >> 1
-    of_kv = (p.split < rows) & (task < 4) & (upper * 8 + row < rows)
+    of_kv = keys_too & (task < 4) & (upper * 8 + row < rows)
     of_q = k.wid < c.group_heads * halves(c)
     q_at = qkv + Int64((p.kv_head * c.group_heads + head) * (chunks * CHUNK_BYTES) + vector)
     first = s.heads + p.kv_head + values * s.kv_heads
@@ -120,7 +121,7 @@ def take_inputs(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: 
         rotate_head(k, words, 0, rope, q_weights)
         if rows > 8:
             rotate_head(k, words, 4 * chunks, rope + 8 * p.smem.rope_stride, q_weights)
-    if (p.split < rows) & (task < 4):
+    if keys_too & (task < 4):
         row = row + upper * 8
         row_bytes = 2 * s.head_dim
         to = row_address(p.new + values * (ROWS * row_bytes), row, row_bytes)
@@ -312,7 +313,7 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
     head, half = k.wid % c.group_heads, k.wid // c.group_heads
     words = cute.make_rmem_tensor(cute.make_layout(12 * d // 32), Uint32)
     stamp(k, 0)
-    take_inputs(k, p, rows, layer, head, qkv, words)
+    take_inputs(k, p, rows, layer, head, p.split < rows, qkv, words)
     stamp(k, 1)
     m, den, o = filled(2, NEG_INF), filled(2, 0.0), filled(d // 2, 0.0)
     stage, parity = run_blocks(k, p, words, m, den, o, half, rows, main_blocks, stage, parity)

@@ -77,19 +77,19 @@ def block_values(k, o, probabilities, base, masks=None):
 
 
 @cute.jit
-def softmax_block(k: cutlass.Constexpr, tiles: cutlass.Constexpr, limits: cutlass.Constexpr,
-                  block: Int32, rows: Int32, p: cute.Tensor, m: cute.Tensor, den: cute.Tensor,
+def softmax_block(k: cutlass.Constexpr, tiles: cutlass.Constexpr, valid: cutlass.Constexpr,
+                  rows: Int32, p: cute.Tensor, m: cute.Tensor, den: cute.Tensor,
                   o: cute.Tensor):  # fmt: skip
-    """One online-softmax step; probabilities by tile into p, flat like the tiles. Rows 8 to 15 are
-    left out where a step has none; p is 0 there."""
-    softmax_half(k, tiles, 0, block < limits[0], p, m, den, o)
+    """One online-softmax step; probabilities by tile into p, flat like the tiles. valid: of
+    softmax_half, for both halves. Rows 8 to 15 are left out where a step has none; p is 0 there."""
+    softmax_half(k, tiles, 0, valid[0], p, m, den, o)
     if rows > 8:
-        softmax_half(k, tiles, 1, block < limits[1], p, m, den, o)
+        softmax_half(k, tiles, 1, valid[1], p, m, den, o)
 
 
 def softmax_half(k, tiles, h, valid, p, m, den, o):
-    """For row half h. m is in units of scaled scores. A row the block is not for gets probabilities
-    2^-inf = 0 and factor 1."""
+    """For row half h. m is in units of scaled scores. valid: whether this lane's row sees any of
+    the keys; one that does not gets probabilities 2^-inf = 0 and factor 1."""
     scale = k.c.shape.head_dim**-0.5 * 1.4426950408889634
     s = [tiles[j][2 * h + e] for j in range(4) for e in range(2)]
     top = quad_max(sync.maximum(s))
@@ -130,7 +130,7 @@ def filled(n, value):
 def block_limit(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, h: cutlass.Constexpr):
     """Blocks below c(p) of this lane's row in half h of an accumulator; none for an absent row."""
     row = (k.lane >> 2) + 8 * h
-    blocks = cutlass.max(row_position(p, row) - 15, 0) >> 6
+    blocks = cutlass.max(row_position(k, p, row) - 15, 0) >> 6
     return Int32(sync.select(row < rows, Uint32(blocks), Uint32(0)))
 
 
@@ -143,10 +143,11 @@ def attend_block(k: cutlass.Constexpr, q: cute.Tensor, m: cute.Tensor, den: cute
     keys, values: shared addresses of the block's rows. block: its index. limits: of block_limit,
     for rows g and g + 8. Call it from one place: it is a phase's largest body."""
     row_bytes = 2 * k.c.shape.head_dim
+    valid = [block < limits[0], block < limits[1]]
     lower = half * (32 * row_bytes)
     for _ in cutlass.range(2 // halves(k.c), unroll=1):
         tiles = block_scores(k, q, keys + lower)
         prob = filled(16, 0.0)
-        softmax_block(k, tiles, limits, block, rows, prob, m, den, o)
+        softmax_block(k, tiles, valid, rows, prob, m, den, o)
         block_values(k, o, prob, values + lower)
         lower = lower + 32 * row_bytes

@@ -137,22 +137,25 @@ def merge_dim(k, w):
 
 
 def merge_words(k, u, tail):
-    """Splits of equal remainder ascending, then those sums in pairs, then the tail; four words of
-    this lane's 8 outputs."""
+    """Splits of equal remainder ascending, then those sums in pairs, then the tail (None: there is
+    none); four words of this lane's 8 outputs."""
     c, lanes = k.c, lanes_per_split(k)
     n = c.splits * lanes // 32
-    top_tail, den_tail = sync.lds_pair(tail + c.shape.head_dim * 4)
     mine = sync.as_float(u[4 * n])
     top, den = mine, sync.as_float(u[4 * n + 1])
     for shift in range(5):
         top = sync.maximum([top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift)])
-    top = sync.maximum([top, top_tail])
+    if tail is not None:
+        top_tail, den_tail = sync.lds_pair(tail + c.shape.head_dim * 4)
+        top = sync.maximum([top, top_tail])
     e = exp2(mine - top)
     den = sync.choose(k.lane < c.splits, den * e, 0.0)
     for shift in range(5):
         den = den + cute.arch.shuffle_sync_bfly(den, offset=1 << shift)
-    e_tail = exp2(top_tail - top)
-    inverse = 1.0 / (den + den_tail * e_tail)
+    if tail is not None:
+        e_tail = exp2(top_tail - top)
+        den = den + den_tail * e_tail
+    inverse = 1.0 / den
     o = [Float32(0.0)] * 8
     for i in range(n):
         factor = cute.arch.shuffle_sync(e, (32 // lanes) * i + k.lane // lanes)
@@ -162,14 +165,17 @@ def merge_words(k, u, tail):
                 o[2 * w + d] = o[2 * w + d] + pair[d] * factor
     words = []
     for w in range(4):
-        own = sync.lds_pair(tail + merge_dim(k, w) * 4)
+        if tail is not None:
+            own = sync.lds_pair(tail + merge_dim(k, w) * 4)
         for d in range(2):
             # x + y is the same either way round: every lane has one and the same total
             v, offset = o[2 * w + d], lanes
             while offset < 32:
                 v = v + cute.arch.shuffle_sync_bfly(v, offset=offset)
                 offset *= 2
-            o[2 * w + d] = (v + own[d] * e_tail) * inverse
+            if tail is not None:
+                v = v + own[d] * e_tail
+            o[2 * w + d] = v * inverse
         words.append(bf16_pair(o[2 * w], o[2 * w + 1]))
     return words
 
@@ -178,7 +184,8 @@ def merge_words(k, u, tail):
 def publish_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, head: Int32,
                 row: Int32, slot: Int32, out: Int64):  # fmt: skip
     c = k.c
-    words = merge_words(k, u, tail_slot(p, slot, head, c.group_heads))
+    tail = tail_slot(p, slot, head, c.group_heads) if p.tail else None
+    words = merge_words(k, u, tail)
     col = (p.kv_head * c.group_heads + head) * c.shape.head_dim
     for w in cutlass.range_constexpr(4):
         put_word(

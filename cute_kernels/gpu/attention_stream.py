@@ -26,17 +26,18 @@ class Places:
     """Trace-time: where attention's parts lie in shared memory, which share is this CTA's, and
     what its rows are. A form of attention sets here what is its own, and uses the same functions.
 
-    positions: shared address of int32 [rows], the absolute positions of the rows of the tile.
+    positions: shared address of int32 [rows], the absolute positions of the rows of the tile; None:
+    they stand at Desc.POSITION and on, one by one.
     paths, path_bytes: shared address of the rows' paths, that many bytes each, root first: 8, rows
     as nibbles (Desc.PATH), or 16, a byte a row (board.RowWord.PATH).
     new: shared address of the step's own K and V rows, [2][16] as in a page; None: row i's lie in
     its page at position Desc.COMMITTED + i, and come with the ring like any other key.
     chunk_bytes: of 32 columns of the output (word_at).
     norms, normed, rope_table: where the RMSNorms of q and k are, whether there are any, and the
-    rotary factors.
+    rotary factors. tail: whether rows have keys beside those in blocks (attention_tail.py).
     """
 
-    norms, rope_table = Arg.QK_NORM, Arg.ROPE
+    norms, rope_table, tail = Arg.QK_NORM, Arg.ROPE, True
     path_bytes, chunk_bytes = 8, CHUNK_BYTES
 
     def __init__(self, k):
@@ -52,7 +53,9 @@ class Places:
         self.kv_head, self.split = k.bid >> shift, k.bid & (k.c.splits - 1)
 
 
-def row_position(p, row):
+def row_position(k, p, row):
+    if p.positions is None:
+        return desc_int(k, Desc.POSITION) + row
     return sync.lds_int(p.positions + row * 4)
 
 
@@ -71,7 +74,7 @@ def desc_int(k, field):
 
 def block_range(k, p, rows):
     """(first block in a tail, blocks of tails, blocks below the largest c(p)); all lanes."""
-    position = row_position(p, cutlass.min(k.lane, rows - 1))
+    position = row_position(k, p, cutlass.min(k.lane, rows - 1))
     low = high = cutlass.max(position - 15, 0) >> 6
     for shift in range(5):
         low = cutlass.min(low, cute.arch.shuffle_sync_bfly(low, offset=1 << shift))
@@ -82,17 +85,23 @@ def block_range(k, p, rows):
 
 # -- consumers ---------------------------------------------------------------------------------
 @cute.jit
+def load_factors(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32):
+    """Consumer warps: the rows' rotary factors."""
+    per_row = min(k.c.shape.head_dim // 4, 32)  # lanes
+    row = (k.wid * 32 + k.lane) // per_row
+    while row < rows:
+        to = p.rope + row * p.smem.rope_stride
+        load_rope(k, p, row_position(k, p, row), to, k.lane % per_row, per_row)
+        row = row + k.c.warps * 32 // per_row
+
+
+@cute.jit
 def begin_step(k: cutlass.Constexpr, rows: Int32):
     """Consumer warps, once a DECODE step behind the gate: the rows' rotary factors, where their K
     and V go, and the range of blocks. A barrier of the consumers must follow."""
     c, p = k.c, Places(k)
     if p.kv_head < c.shape.kv_heads:
-        per_row = min(c.shape.head_dim // 4, 32)  # lanes
-        row = (k.wid * 32 + k.lane) // per_row
-        while row < rows:
-            to = p.rope + row * p.smem.rope_stride
-            load_rope(k, p, row_position(p, row), to, k.lane % per_row, per_row)
-            row = row + c.warps * 32 // per_row
+        load_factors(k, p, rows)
         if k.wid == 0:
             tail_first, tail_count, main_blocks = block_range(k, p, rows)
             if k.lane == 0:

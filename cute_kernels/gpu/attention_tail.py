@@ -162,7 +162,7 @@ def run_tail(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, row: Int32
              q: cute.Tensor, stage: Int32, tail_first: Int32):  # fmt: skip
     """The tail of a row, whose stages have arrived; leaves head_dim sums, maximum and denominator
     in the slot. Returns a word that depends on everything read from the ring."""
-    pos = row_position(p, row)
+    pos = row_position(k, p, row)
     first = (cutlass.max(pos - 15, 0) >> 6) << 6
     to = tail_slot(p, slot, head, k.c.group_heads)
     stage_query(k, to, row, q)
