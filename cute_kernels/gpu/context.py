@@ -103,24 +103,26 @@ def pair_barrier(barrier, arrives):
 
 @cute.jit
 def tell_keys(k: cutlass.Constexpr, side: Int32):
-    """Consumers: the producer may wait for the barrier's turn away from `side`. Not before it has
-    seen this step's tag: it might have no copy to issue, and so be late for the next."""
+    """Consumers: the producer may wait for the barrier's turn away from `side`. And not before it
+    has seen this step's tag: without rows it may have nothing to issue, and be late for the next.
+    """
     if k.wid == 0:
         pair_barrier(sync.Barrier.DRAFTING, arrives=False)
-        if k.lane == 0:
-            sync.sts_int(k.keys_side, side)
-        cute.arch.sync_warp()
-        pair_barrier(sync.Barrier.KEYS, arrives=True)
+        if desc_word(k, Desc.ROWS) > 0:
+            if k.lane == 0:
+                sync.sts_int(k.keys_side, side)
+            cute.arch.sync_warp()
+            pair_barrier(sync.Barrier.KEYS, arrives=True)
 
 
 def draft_begins(k):
-    """The producer, behind the tag of a DRAFT step, whose descriptor it has read."""
+    """The producer, once it has read from a DRAFT step's descriptor what it needs without rows."""
     pair_barrier(sync.Barrier.DRAFTING, arrives=True)
 
 
 @cute.jit
 def wait_keys(k: cutlass.Constexpr):
-    """The producer, once a DRAFT step: all new keys and values are in the pages."""
+    """The producer, once a DRAFT step that has rows: new keys and values are in the pages."""
     pair_barrier(sync.Barrier.KEYS, arrives=False)
     wait_grid(k, sync.lds_int(k.keys_side))
     sync.fence_async()

@@ -257,7 +257,7 @@ def begin_attention(k: cutlass.Constexpr, parts: cutlass.Constexpr, drafts: Bool
     if cutlass.const_expr(parts.attention is not None):
         if drafts == False:  # noqa: E712 - a run-time value
             call(parts.attention, "begin_step", k, rows)
-    if cutlass.const_expr(parts.draft_attention is not None):
+    if cutlass.const_expr(k.c.draft):
         if drafts:
             call(parts.draft_attention, "begin_step", k, rows)
 
@@ -271,7 +271,7 @@ def attend(k: cutlass.Constexpr, parts: cutlass.Constexpr, drafts: Boolean, rows
             stage, parity = call(
                 parts.attention, "run_attention", k, rows, layer, cur, stage, parity
             )
-    if cutlass.const_expr(parts.draft_attention is not None):
+    if cutlass.const_expr(k.c.draft):
         if drafts:
             stage, parity = call(
                 parts.draft_attention, "run_attention", k, rows, layer, cur, stage, parity

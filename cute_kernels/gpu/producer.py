@@ -157,7 +157,7 @@ def produce_draft(
     landed_parity: Int32,
 ):  # fmt: skip
     """A DRAFT step: weights of the context, then of the block's layers and the head, with KV from
-    the drafter's pages behind qkv. The new keys are waited for before the first KV."""
+    the drafter's pages behind qkv (layer 0's waits for the new keys: context.wait_keys)."""
     block, rows = block_phase(k), desc_word(k, Desc.ROWS)
     last = cutlass.max(desc_word(k, Desc.LAST_PHASE), block + O + 1)
     call(parts.context, "draft_begins", k)
@@ -167,22 +167,15 @@ def produce_draft(
             k.ring, at, copies, n_bytes, stage, parity, issued, landed, landed_parity
         )
         at, copies, n_bytes = after
-    if rows == 0:
-        call(parts.context, "wait_keys", k)
-    else:
-        step = ()
-        if cutlass.const_expr(parts.draft_attention is not None):
-            step = call(parts.draft_attention, "begin_produce", k)
+    if rows > 0:
+        step = call(parts.draft_attention, "begin_produce", k)
         for phase in cutlass.range(block, last, unroll=1):
             after = phase_copies(k, stream, cutlass.min(phase + 1, last - 1))
             if ((phase - block) & 3) == O:
-                if phase == block + O:
-                    call(parts.context, "wait_keys", k)
-                if cutlass.const_expr(parts.draft_attention is not None):
-                    stage, parity, issued, landed, landed_parity = call(
-                        parts.draft_attention, "produce_kv",
-                        k, step, (phase - block) >> 2, stage, parity, issued, landed, landed_parity,
-                    )  # fmt: skip
+                stage, parity, issued, landed, landed_parity = call(
+                    parts.draft_attention, "produce_kv",
+                    k, step, (phase - block) >> 2, stage, parity, issued, landed, landed_parity,
+                )  # fmt: skip
             _, stage, parity, issued, landed, landed_parity = produce(
                 k.ring, at, copies, n_bytes, stage, parity, issued, landed, landed_parity
             )
