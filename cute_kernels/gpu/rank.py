@@ -111,7 +111,6 @@ def rank_row(k: cutlass.Constexpr, row: Int32):
         publish(k, arg(k, Arg.RANKED) + Int64(place) * RANKED_BYTES, n, token, logprob)
         sync.consumer_sync(threads)
         if k.tid == 0:
-            sync.fence_gpu()
             tag = k.board + Int64((place + int(Board.RANK_TAG)) * 4)
             sync.st_release(tag, desc_word(k, Desc.TAG))
 
