@@ -364,17 +364,26 @@ def list_mass(k: cutlass.Constexpr, n: Int32, temperature: Float32):
 
 @cute.jit
 def end_in_list(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Float32):
-    """Warp 0: CUT, LAST and KEPT from the sorted list."""
+    """Warp 0: CUT, LAST and KEPT from the sorted list. If that was only a part of the prefix, but
+    the prefix is short enough, it is gathered next."""
     kept = count_kept(k, n, by_mass, temperature)
-    final = entry(k, kept - 1)
-    is_whole = Int32(long_at(at(k, W.BEFORE)) == 0) & Int32(word(k, W.TIES) == 0)
-    cut = sync.choose(word(k, W.TIES) != 0, number(k, W.VALUE), entry_value(final))
+    final, ties = entry(k, kept - 1), word(k, W.TIES)
+    is_whole = Int32(long_at(at(k, W.BEFORE)) == 0) & (1 - ties)
+    is_short = Int32(long_at(at(k, W.LIMIT)) <= LISTED) & (1 - by_mass)
+    cut = sync.choose(ties != 0, number(k, W.VALUE), entry_value(final))
     cute.arch.sync_warp()
     if k.lane == 0:
         put(k, W.CUT, cut)
         put(k, W.LAST, entry_id(final))
         put(k, W.KEPT, sync.select_int(is_whole != 0, kept, Int32(-1)))
         put(k, W.STATE, Int32(DONE))
+        if (is_short != 0) & (is_whole == 0):
+            put(k, W.STATE, Int32(GATHER))
+            put(k, W.TIES, Int32(0))
+            put(k, W.FOUND, Int32(0))
+            put(k, W.LOW, key_of(cut))
+            put(k, W.HIGH, key_of(number(k, W.LARGEST)) + 1)
+            put_long(at(k, W.BEFORE), Int64(0))
 
 
 # -- the search ----------------------------------------------------------------------------------
