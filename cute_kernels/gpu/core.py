@@ -109,6 +109,14 @@ def note_phase(k: cutlass.Constexpr, value: Int32):
         sync.st_word(at, Uint32(value))
 
 
+def end_of_phases(k):
+    """The phase behind all, the drafter's included: 4 layers + 1, or taps + 2 + 4 D more. What a
+    step does behind its phases counts on from it: decisions, ranks, tree, compaction."""
+    drafted = Int32(arg(k, Arg.DRAFT_LAYERS))
+    more = Int32(arg(k, Arg.DRAFT_TAPS)) + 2 + 4 * drafted
+    return k.layers * 4 + 1 + sync.select_int(drafted > 0, more, Int32(0))
+
+
 # -- set-up ------------------------------------------------------------------------------------
 def carve(c: Config, base, k: Core):
     """Shared addresses of every part of the plan, in its order."""

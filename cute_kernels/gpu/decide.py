@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.gpu import exact, head, sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.board import ROW_WORDS, Board, Desc, RowWord, Segment, Stamp
-from cute_kernels.gpu.core import arg, desc_word
+from cute_kernels.gpu.core import arg, desc_word, end_of_phases, note_phase
 from cute_kernels.gpu.prefix import (
     INF,
     LOWEST,
@@ -41,13 +41,11 @@ from cute_kernels.gpu.prefix import (
     joined,
     list_mass,
     load_quads,
-    long_at,
     new_values,
     number,
     open_search,
     packed,
     put,
-    put_long,
     quads,
     search,
     word,
@@ -143,11 +141,11 @@ def find_largest(k: cutlass.Constexpr, row: Int64):
         own = earlier(own, joined(*(cute.arch.shuffle_sync_bfly(w, offset=1 << d)
                                     for w in halves(own))))  # fmt: skip
     if k.lane == 0:
-        put_long(k.red + 8 * k.wid, own)
+        sync.sts_long(k.red + 8 * k.wid, own)
     sync.consumer_sync(threads)
     if k.tid == 0:
         for w in cutlass.range_constexpr(k.c.warps):
-            own = earlier(own, long_at(k.red + 8 * w))
+            own = earlier(own, sync.lds_long(k.red + 8 * w))
         largest = entry_value(own)
         put(k, W.LARGEST, largest)
         put(k, W.TOP, entry_id(own))
@@ -302,6 +300,7 @@ def decide_rows(k: cutlass.Constexpr):
     check(k.c)
     rows, row = desc_word(k, Desc.ROWS), k.bid
     how, logits = arg(k, Arg.SAMPLING), arg(k, Arg.LOGITS)
+    note_phase(k, end_of_phases(k) + 1)
     while row < rows:
         sync.consumer_sync(k.c.warps * 32)  # the scratch is free
         decide_row(k, how, logits + Int64(row) * (k.c.logit_stride * 4), row)

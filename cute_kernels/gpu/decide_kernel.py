@@ -9,10 +9,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import ROWS, Config
-from cute_kernels.gpu.core import Core, arg, carve, init_barriers, places
+from cute_kernels.gpu.core import Core, carve, init_barriers, memory, places
 from cute_kernels.gpu.decide import decide_rows
 from cute_kernels.gpu.kernel import register_split
 
@@ -22,8 +21,8 @@ DESC_WORDS = int(Desc.ROW_POSITION) + ROWS
 def make_decide(c: Config):
     """Returns (jit launcher, example arguments, launch geometry).
 
-    Argument: the table arguments.Arg: BOARD (a descriptor, RESULT), LOGITS, SAMPLING, ALTERNATIVES,
-    of a ROWS step ROW_TABLE.
+    Argument: the table arguments.Arg: LAYERS, BOARD (a descriptor, RESULT), LOGITS, SAMPLING,
+    ALTERNATIVES, of a ROWS step ROW_TABLE.
     """
     few, many = register_split(c)
 
@@ -37,8 +36,7 @@ def make_decide(c: Config):
         )
         places(c, k, tid, bid)
         carve(c, block.iterator.toint(), k)
-        k.args = args
-        k.board = arg(k, Arg.BOARD)
+        memory(c, k, args)
         if tid < DESC_WORDS:
             sync.sts_int(k.desc + tid * 4, sync.ld_word(k.board + Int64(tid) * 4))
         init_barriers(k)

@@ -25,7 +25,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import exact, sync
 from cute_kernels.gpu.fragments import exp2
-from cute_kernels.gpu.sync import ptx_do, ptx_read
+from cute_kernels.gpu.sync import ptx_read
+from cute_kernels.gpu.topk import key_of, value_of
 
 LISTED = 512  # entries of a list, 8 bytes each: order key of the value, complemented, above the id
 STEPS = 8  # thresholds of a pass
@@ -95,26 +96,6 @@ def number(k, name):
 
 def put(k, name, value):
     sync.sts_int(at(k, name), sync.as_bits(value))
-
-
-def long_at(addr):
-    return ptx_read("ld.shared.b64 {$w0}, [{$r0}];", [Int64], addr)
-
-
-def put_long(addr, value):
-    ptx_do("st.shared.b64 [{$r0}], {$r1};", addr, value)
-
-
-def key_of(x):
-    """Unsigned, ordered as the floats are; both zeros have the same."""
-    bits = sync.as_bits(exact.plus(x, Float32(0.0)))
-    negative = Int32(bits) >> 31
-    return bits ^ (Uint32(negative) | Uint32(0x80000000))
-
-
-def value_of(key):
-    negative = Int32(key) >> 31
-    return sync.as_float(key ^ (~Uint32(negative) | Uint32(0x80000000)))
 
 
 def packed(x, token):
@@ -232,24 +213,19 @@ def measure(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float
     share(k, sums, counts)
 
 
-def over_warp(v):
-    """Sum of a u32 over the lanes."""
-    return ptx_read("redux.sync.add.u32 {$w0}, {$r0}, 0xffffffff;", [Uint32], Uint32(v))
-
-
 @cute.jit
 def share(k: cutlass.Constexpr, sums: cute.Tensor, counts: cute.Tensor):
     """The warp's part. A thread's sum has at most 57 bits: 2^13 tokens of 2^44."""
     to = k.red + k.wid * (8 * (2 * STEPS + 1))
     for j in cutlass.range_constexpr(STEPS + 1):
-        parts = [over_warp((sums[j] >> (20 * i)) & 0xFFFFF) for i in range(3)]
+        parts = [sync.warp_reduce("add", Uint32(sums[j] >> (20 * i)) & 0xFFFFF) for i in range(3)]
         total = Int64(parts[0]) + (Int64(parts[1]) << 20) + (Int64(parts[2]) << 40)
         if k.lane == 0:
-            put_long(to + 8 * j, total)
+            sync.sts_long(to + 8 * j, total)
     for j in cutlass.range_constexpr(STEPS):
-        total = Int64(over_warp(counts[j]))
+        total = Int64(sync.warp_reduce("add", Uint32(counts[j])))
         if k.lane == 0:
-            put_long(to + 8 * (STEPS + 1 + j), total)
+            sync.sts_long(to + 8 * (STEPS + 1 + j), total)
 
 
 @cute.jit
@@ -270,11 +246,9 @@ def gather(k: cutlass.Constexpr, row: Int64):
                     x, token = values[4 * i + e], 4 * (first + i * threads + k.tid) + e
                     logit = sync.choose(ties != 0, value, x)
                     if (x >= low) & (x < high) & (in_prefix(logit, token, cut, last) != 0):
-                        seen = ptx_read(
-                            "atom.shared.add.s32 {$w0}, [{$r0}], 1;", [Int32], at(k, W.FOUND)
-                        )
+                        seen = sync.add_shared(at(k, W.FOUND), Int32(1))
                         if seen < LISTED:
-                            put_long(k.red + 8 * seen, packed(x, token))
+                            sync.sts_long(k.red + 8 * seen, packed(x, token))
         first = first + 2 * QUADS * threads
 
 
@@ -284,18 +258,15 @@ def sort(k: cutlass.Constexpr, n: Int32):
     """Every entry to the place that its rank is; all differ."""
     mine = k.tid
     if k.tid == 0:
-        put_long(k.red + 8 * n, Int64(-1))  # pairs are compared; LISTED is even
+        sync.sts_long(k.red + 8 * n, Int64(-1))  # pairs are compared; LISTED is even
     sync.consumer_sync(k.c.warps * 32)
     while mine < n:
-        own, rank, i = long_at(k.red + 8 * mine), Int32(0), Int32(0)
+        own, rank, i = sync.lds_long(k.red + 8 * mine), Int32(0), Int32(0)
         while i < n:
-            pair = ptx_read(
-                "ld.shared.v2.b64 {{$w0},{$w1}}, [{$r0}];", [Int64] * 2, k.red + 8 * i
-            )
-            for other in pair:
+            for other in sync.lds_longs(k.red + 8 * i):
                 rank = rank + is_before(other, own)
             i = i + 2
-        put_long(k.red + SORTED_AT + 8 * rank, own)
+        sync.sts_long(k.red + SORTED_AT + 8 * rank, own)
         mine = mine + k.c.warps * 32
 
 
@@ -308,7 +279,7 @@ def is_before(a, b):
 
 def entry(k, i):
     """Of the sorted list."""
-    return long_at(k.red + SORTED_AT + 8 * i)
+    return sync.lds_long(k.red + SORTED_AT + 8 * i)
 
 
 def shuffled_up(v, distance):
@@ -335,14 +306,14 @@ def mass_before(k: cutlass.Constexpr, i: Int32, n: Int32, temperature: Float32):
 @cute.jit
 def count_kept(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Float32):
     """Warp 0: entries of the list with less than LIMIT before them, where BEFORE is before all."""
-    before, limit = long_at(at(k, W.BEFORE)), long_at(at(k, W.LIMIT))
+    before, limit = sync.lds_long(at(k, W.BEFORE)), sync.lds_long(at(k, W.LIMIT))
     kept = Int32(cutlass.min(limit - before, Int64(n)))
     if by_mass != 0:
         kept, first = Int32(0), Int32(0)
         while first < n:
             mine, upto = mass_before(k, first + k.lane, n, temperature)
             stays = Int32(first + k.lane < n) & Int32(before + upto - mine < limit)
-            kept = kept + Int32(over_warp(stays))
+            kept = kept + Int32(sync.warp_reduce("add", Uint32(stays)))
             before = before + last_lane(upto)
             first = first + 32
     return kept
@@ -368,8 +339,8 @@ def end_in_list(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Flo
     the prefix is short enough, it is gathered next."""
     kept = count_kept(k, n, by_mass, temperature)
     final, ties = entry(k, kept - 1), word(k, W.TIES)
-    is_whole = Int32(long_at(at(k, W.BEFORE)) == 0) & (1 - ties)
-    is_short = Int32(long_at(at(k, W.LIMIT)) <= LISTED) & (1 - by_mass)
+    is_whole = Int32(sync.lds_long(at(k, W.BEFORE)) == 0) & (1 - ties)
+    is_short = Int32(sync.lds_long(at(k, W.LIMIT)) <= LISTED) & (1 - by_mass)
     cut = sync.choose(ties != 0, number(k, W.VALUE), entry_value(final))
     cute.arch.sync_warp()
     if k.lane == 0:
@@ -383,7 +354,7 @@ def end_in_list(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Flo
             put(k, W.FOUND, Int32(0))
             put(k, W.LOW, key_of(cut))
             put(k, W.HIGH, key_of(number(k, W.LARGEST)) + 1)
-            put_long(at(k, W.BEFORE), Int64(0))
+            sync.sts_long(at(k, W.BEFORE), Int64(0))
 
 
 # -- the search ----------------------------------------------------------------------------------
@@ -413,8 +384,8 @@ def open_search(k: cutlass.Constexpr, limit: Int64, listed: Int32):
     put(k, W.HIGH, key_of(largest) + 1)
     for name in (W.REACHED, W.TRIES, W.TIES, W.ABOVE, W.AT_LOW, W.FOUND):
         put(k, name, Int32(0))
-    put_long(at(k, W.BEFORE), Int64(0))
-    put_long(at(k, W.LIMIT), limit)
+    sync.sts_long(at(k, W.BEFORE), Int64(0))
+    sync.sts_long(at(k, W.LIMIT), limit)
     put(k, W.KEPT, Int32(-1))
 
 
@@ -448,24 +419,24 @@ def settle(k: cutlass.Constexpr, by_mass: Int32, top_p: Float32):
     total = Int64(0)
     if k.lane < entries:
         for w in cutlass.range_constexpr(k.c.warps):
-            total = total + long_at(k.red + 8 * (w * entries + k.lane))
-        put_long(k.red + SORTED_AT + 8 * k.lane, total)
+            total = total + sync.lds_long(k.red + 8 * (w * entries + k.lane))
+        sync.sts_long(k.red + SORTED_AT + 8 * k.lane, total)
     cute.arch.sync_warp()
     if k.lane == 0:
         sums = k.red + SORTED_AT
-        limit, base = long_at(at(k, W.LIMIT)), Int64(0)
+        limit, base = sync.lds_long(at(k, W.LIMIT)), Int64(0)
         ties = word(k, W.TIES)
         if limit == 0:
-            limit = exact.mass_limit(top_p, long_at(sums + 8 * STEPS))
+            limit = exact.mass_limit(top_p, sync.lds_long(sums + 8 * STEPS))
         if ties != 0:
-            base = long_at(at(k, W.BASE))
+            base = sync.lds_long(at(k, W.BASE))
         low, high = Uint32(word(k, W.LOW)), Uint32(word(k, W.HIGH))
-        before, above = long_at(at(k, W.BEFORE)), word(k, W.ABOVE)
+        before, above = sync.lds_long(at(k, W.BEFORE)), word(k, W.ABOVE)
         reached, at_low, final = word(k, W.REACHED), word(k, W.AT_LOW), Float32(0.0)
         found = Int32(0)
         for j in cutlass.range_constexpr(STEPS):
-            step, mass = number(k, W.STEP + j), base + long_at(sums + 8 * j)
-            n = Int32(long_at(sums + 8 * (STEPS + 1 + j)))
+            step, mass = number(k, W.STEP + j), base + sync.lds_long(sums + 8 * j)
+            n = Int32(sync.lds_long(sums + 8 * (STEPS + 1 + j)))
             if mass < limit:
                 high, before, above = key_of(step), mass, n
             else:
@@ -485,7 +456,7 @@ def settle(k: cutlass.Constexpr, by_mass: Int32, top_p: Float32):
         elif high - low == 1:
             put(k, W.VALUE, value_of(low))
             put(k, W.TIES, Int32(1))
-            put_long(at(k, W.BASE), before)
+            sync.sts_long(at(k, W.BASE), before)
             low, high = key_of(-Float32(k.c.shape.vocab)), key_of(Float32(0.0)) + 1
             above, at_low = Int32(0), Int32(NEVER)
         put(k, W.LOW, low)
@@ -496,8 +467,8 @@ def settle(k: cutlass.Constexpr, by_mass: Int32, top_p: Float32):
         put(k, W.STATE, state)
         put(k, W.TRIES, word(k, W.TRIES) + 1)
         put(k, W.FOUND, Int32(0))
-        put_long(at(k, W.BEFORE), before)
-        put_long(at(k, W.LIMIT), limit)
+        sync.sts_long(at(k, W.BEFORE), before)
+        sync.sts_long(at(k, W.LIMIT), limit)
     cute.arch.sync_warp()
 
 
@@ -529,6 +500,6 @@ def search(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float3
             else:  # the maxima were a poor guess
                 sync.consumer_sync(threads)
                 if k.tid == 0:
-                    open_search(k, long_at(at(k, W.LIMIT)), Int32(0))
+                    open_search(k, sync.lds_long(at(k, W.LIMIT)), Int32(0))
         sync.consumer_sync(threads)
         state = word(k, W.STATE)

@@ -27,11 +27,9 @@ from cute_kernels.gpu.prefix import (
     in_prefix,
     joined,
     load_quads,
-    long_at,
     new_values,
     number,
     put,
-    put_long,
     quads,
     word,
 )
@@ -117,7 +115,7 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
                     hit = left & Int32(Float32(coins[e]) < limits[e])
                     hits = hits | (hit << (4 * i + e))
         while hits != 0:
-            bit = lowest_bit(hits)
+            bit = sync.lowest_bit(hits)
             hits = hits & (hits - 1)
             block = blocks[QUADS - 1]
             for i in cutlass.range_constexpr(QUADS - 1):
@@ -145,14 +143,8 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
         if is_better(score, token, best, winner) != 0:
             best, winner = score, token
     if k.lane == 0:
-        put_long(k.red + 16 * k.wid, bits_of(best))
+        sync.sts_long(k.red + 16 * k.wid, bits_of(best))
         sync.sts_int(k.red + 16 * k.wid + 8, winner)
-
-
-def lowest_bit(word):
-    return ptx_read(
-        "{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", [Int32], word
-    )
 
 
 def is_better(score, token, best, winner):
@@ -175,9 +167,12 @@ def from_lane(v, offset):
 @cute.jit
 def winner(k: cutlass.Constexpr):
     """Of all warps, behind a barrier."""
-    best, token = float_of(long_at(k.red)), sync.lds_int(k.red + 8)
+    best, token = float_of(sync.lds_long(k.red)), sync.lds_int(k.red + 8)
     for w in cutlass.range_constexpr(1, k.c.warps):
-        other, other_token = float_of(long_at(k.red + 16 * w)), sync.lds_int(k.red + 16 * w + 8)
+        other, other_token = (
+            float_of(sync.lds_long(k.red + 16 * w)),
+            sync.lds_int(k.red + 16 * w + 8),
+        )
         if is_better(other, other_token, best, token) != 0:
             best, token = other, other_token
     return token
