@@ -22,15 +22,14 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import exact, head, sync
 from cute_kernels.gpu.arguments import Arg
-from cute_kernels.gpu.board import ROW_WORDS, Board, Desc, RowWord, Segment, Stamp
-from cute_kernels.gpu.core import arg, desc_word, end_of_phases, note_phase
+from cute_kernels.gpu.board import ROW_WORDS, Board, Desc, RowWord, Segment
+from cute_kernels.gpu.core import arg, desc_word, note_phase
 from cute_kernels.gpu.prefix import (
     INF,
     LOWEST,
     MAXIMA_AT,
     QUADS,
     W,
-    at,
     check,
     end_in_list,
     entry,
@@ -286,9 +285,6 @@ def write_decision(k: cutlass.Constexpr, logits: Int64, row: Int32, token: Int32
         bits = sync.as_bits(log_probability(k, raw, largest))
     else:
         token = Int32(0)
-    if k.bid == 0:
-        stamp = k.board + Int64(int(Board.STAMP) * 4 + int(Stamp.DECIDED) * 8)
-        ptx_do("st.relaxed.gpu.global.b64 [{$r0}], {$r1};", stamp, Int64(cute.arch.globaltimer()))
     sync.fence_gpu()
     to = k.board + Int64((int(Board.DECISION) + 4 * row) * 4)
     sync.st_words(to, [Uint32(token), bits, Uint32(flags), Uint32(0)])
@@ -300,7 +296,7 @@ def decide_rows(k: cutlass.Constexpr):
     check(k.c)
     rows, row = desc_word(k, Desc.ROWS), k.bid
     how, logits = arg(k, Arg.SAMPLING), arg(k, Arg.LOGITS)
-    note_phase(k, end_of_phases(k) + 1)
+    note_phase(k, k.phases + 1)
     while row < rows:
         sync.consumer_sync(k.c.warps * 32)  # the scratch is free
         decide_row(k, how, logits + Int64(row) * (k.c.logit_stride * 4), row)

@@ -6,7 +6,7 @@ board's descriptor, whose results stand in the board.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int64
 
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.board import Desc

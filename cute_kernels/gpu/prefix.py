@@ -444,7 +444,7 @@ def settle(k: cutlass.Constexpr, by_mass: Int32, top_p: Float32):
                     low, at_low, reached = key_of(step), n, Int32(1)
                 found = Int32(1)
             final = step
-        state, kept_all = Int32(MEASURE), Int32(0)
+        state = Int32(MEASURE)
         if reached == 0:
             if final <= LOWEST:  # all there is does not reach the limit
                 state = Int32(DONE)
