@@ -1,4 +1,4 @@
-"""A warp on numpy: plain device functions (those that are not `cute.jit`) run with a value per lane.
+"""A warp on numpy: plain device functions (those not `cute.jit`) run with a value per lane.
 
 `on_lanes(monkeypatch, *modules)` replaces, in the modules, what they take from the DSL and from
 `sync` and `fragments` by its meaning on arrays of 32. Shared memory is an array of bytes.
