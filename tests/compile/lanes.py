@@ -94,6 +94,7 @@ def on_lanes(monkeypatch, memory, *modules):
         maximum=lambda values: np.maximum.reduce(values),
         select=lambda condition, a, b: np.where(condition, a, b).astype(np.uint32),
         as_float=lambda v: v.view(np.float32),
+        lds_int=lambda at: memory.words(at, 1)[0].view(np.int32),
         lds_words=lambda at: memory.words(at, 4),
         lds_pair=lambda at: memory.floats(at, 2),
     )
