@@ -30,7 +30,7 @@ from cute_kernels.gpu.rank_plan import (
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.topk import top_k
 
-TOTAL, WRONG = WORDS + 16, WORDS + 20  # logsumexp of the row; 1 where it has none
+TOTAL, WRONG = WORDS + 24, WORDS + 28  # logsumexp of the row; 1 where it has none
 
 
 @cute.jit
