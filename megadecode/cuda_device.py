@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from cute_kernels.gpu.rank_plan import RANKED_BYTES, SCRIPT_HEAD, pack_script
 
 from cute_kernels.gpu.arguments import COUNT, Arg
 from cute_kernels.gpu.board import FEW_ROWS, MAX_ROWS, make_board
 from cute_kernels.gpu.buffers import draft_buffers, step_buffers
 from cute_kernels.gpu.config import Config, DraftShape
 from cute_kernels.gpu.kv_layout import PAGE
+from cute_kernels.gpu.rank_plan import RANKED_BYTES, SCRIPT_HEAD, pack_script
 from cute_kernels.gpu.service_block import Own, make_block, wire_constants
 from cute_kernels.gpu.tiles import draft_bytes, step_bytes
 from host.cuda import CudaDevice, PinnedMemory, driver

@@ -229,8 +229,8 @@ class Engine(AbstractContextManager["Engine"]):
 
         It starts when it is first awaited or iterated; cancelling the task that waits for it, or
         leaving the iteration early, aborts it. It is no coroutine: `asyncio.ensure_future` and
-        `gather` take it, `asyncio.create_task` wants one around it. Raises PromptError or ParameterError at the call,
-        DeviceError where it is awaited.
+        `gather` take it, `asyncio.create_task` wants one around it. Raises PromptError or
+        ParameterError at the call, DeviceError where it is awaited.
         """
         job = self._check(prompt, params, chat)
         return AsyncRequest(lambda: self._send(*job, 0.0))
