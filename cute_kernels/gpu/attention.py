@@ -264,7 +264,7 @@ def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, u: cut
     if half == halves(c) - 1:
         seen = run_tail(k, p, head, row, slot, q, stage, tail_first)
     if half == 0:
-        take_parts(k, u, head, part, main_blocks)
+        take_parts(k, u, head, part, main_blocks, p.polled)
     stamp(k, 5)
     if cutlass.const_expr(halves(c) == 2):
         sync.pair_sync(head)

@@ -113,7 +113,7 @@ def run_producer(k: cutlass.Constexpr, attention: cutlass.Constexpr, prompt: cut
                 if cutlass.const_expr(prompt is not None):
                     stage, parity, issued, landed, landed_parity = call(
                         prompt, "produce_prompt",
-                        k, at, stage, parity, issued, landed, landed_parity,
+                        k, kind, stage, parity, issued, landed, landed_parity,
                     )  # fmt: skip
 
 
@@ -179,9 +179,10 @@ def run_consumers(k: cutlass.Constexpr, attention: cutlass.Constexpr, prompt: cu
             running = Boolean(False)
         else:
             if cutlass.const_expr(prompt is not None):
-                stage, parity = call(prompt, "run_prompt", k, stage, parity)
+                stage, parity = skip(k.ring, stage, parity, prefetched(k))
+                stage, parity = call(prompt, "run_prompt", k, kind, stage, parity)
         note_phase(k, Int32(0))
-        if kind != int(Segment.DECODE):
+        if (kind != int(Segment.DECODE)) & (kind != int(Segment.ROWS)):
             sync.consumer_sync(k.c.warps * 32)
             if k.tid == 0:
                 sync.red_release(k.board + Int64(int(Board.DONE) * 4), Uint32(1))

@@ -40,7 +40,8 @@ class Barrier(enum.IntEnum):
 
     CONSUMERS = 1
     PAIRS = 2  # and the next 7: the two warps of a query head in attention
-    KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.keys_barrier
+    KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.py, context.tell_keys
+    DRAFTING = 11  # the producer tells consumer warp 0: context.draft_begins
 
 
 def ptx_read(code, types, *args):

@@ -63,7 +63,7 @@ def test_groups_fit_the_ring(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_buffers_do_not_overlap(name):
     b = PromptBuffers.of(PRESETS[name])
-    at = [b.x, b.q, b.a, b.h, b.residual, b.parts]
+    at = [b.x, b.q, b.a, b.h, b.residual, b.parts, b.tree]
     assert at == sorted(set(at)) and b.bytes >= at[-1]
     assert all(v % 16 == 0 for v in at)
 
