@@ -18,8 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.gpu import attention, head, sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.attention_blocks import NEG_INF, filled
-from cute_kernels.gpu.attention_merge import row_parts
-from cute_kernels.gpu.attention_plan import halves, stages_per_block
+from cute_kernels.gpu.attention_plan import TAIL_GROUPS, halves, stages_per_block, tail_slots
 from cute_kernels.gpu.attention_stream import Places, row_position
 from cute_kernels.gpu.attention_tail import wait_for_tail
 from cute_kernels.gpu.board import MAX_ROWS, ROW_WORDS, WORD, RowWord
@@ -176,28 +175,33 @@ def tail_task(
     k: cutlass.Constexpr, p: cutlass.Constexpr, layer: Int32, kv_head: Int32, share: Int32,
     shares: Int32, row_tile: Int32, stage: Int32, parity: Int32,
 ):  # fmt: skip
-    c, t = k.c, tree_places(k, kv_head, Int32(0), row_tile)
-    which, half, busy = heads_and_halves(k)
-    rows, s = cutlass.min(p.rows - row_tile * ROW_TILE, ROW_TILE), span(k)
-    stages, seen = s.blocks * stages_per_block(c), Uint32(0)
-    q = cute.make_rmem_tensor(cute.make_layout(c.shape.head_dim // 4), Uint32)
-    u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
-    if half == halves(c) - 1:
+    """Rows share, share + shares, ... of a row tile."""
+    c, t, s = k.c, tree_places(k, kv_head, Int32(0), row_tile), span(k)
+    t.queries = k.red  # of all these rows: Config.smem_plan
+    rows = cutlass.min(p.rows - row_tile * ROW_TILE, ROW_TILE)
+    if k.wid < c.group_heads:
+        q = cute.make_rmem_tensor(cute.make_layout(c.shape.head_dim // 4), Uint32)
         load_queries(k, p, t, q, layer, row_tile)
-        wait_for_tail(k, s.blocks, stage, parity)
-    if busy:
-        parts, out = parts_at(k, p, row_tile), p.act + Int64(PromptBuffers.of(c).a)
-        out, row, slot = out + Int64(row_tile * 1024), share, Int32(0)
+        row, slot = share, Int32(0)
         while row < rows:
-            seen = seen | attention.merge_row(
-                k, t, q, u, which, half, row, slot, row_parts(k, t, parts, row), out, stage,
-                s.first, s.main,
-            )  # fmt: skip
-            row, slot = row + shares, 1 - slot
+            attention.stage_query(k, t, q, k.wid, row, slot)
+            row, slot = row + shares, slot + 1
+    if k.wid >= c.warps - TAIL_GROUPS:
+        wait_for_tail(k, s.blocks, stage, parity)
+    sync.consumer_sync(c.warps * 32)
+    u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
+    parts, out = parts_at(k, p, row_tile), p.act + Int64(PromptBuffers.of(c).a + row_tile * 1024)
+    row, slot, seen = share, Int32(0), Uint32(0)
+    while row < rows:
+        seen = seen | attention.merge_row(k, t, u, row, slot, parts, out, stage, s.first, s.main)
+        if cutlass.const_expr(tail_slots(c) == 1):
+            sync.consumer_sync(c.warps * 32)
+        row, slot = row + shares, slot + 1
+    stages = s.blocks * stages_per_block(c)
     attention.release_tail(k, stages, stage, seen)
     for _ in cutlass.range(stages, unroll=1):
         stage, parity = advance(k.ring, stage, parity)
-    # a warp that has no tail gives stages back at once: not before all have given back the last
+    # a warp that reads no tail gives stages back at once: not before all have given back the last
     sync.consumer_sync(c.warps * 32)
     return stage, parity
 
