@@ -23,7 +23,8 @@ from cutlass import Int32, Int64
 from cute_kernels.gpu import verify
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.board import ROW_WORDS, WORD, Desc, RowWord, Segment
-from cute_kernels.gpu.config import CHUNK, LAYER_KINDS
+from cute_kernels.gpu.config import LAYER_KINDS
+from cute_kernels.gpu.context import feature_address, tap_bytes, tap_of
 from cute_kernels.gpu.core import arg, desc_word, draft_phase, note_phase
 from cute_kernels.gpu.gemm import plan_entry
 from cute_kernels.gpu.grid_barrier import barrier_side, grid_barrier
@@ -67,10 +68,6 @@ def step_rows(k, kind):
     return p
 
 
-def tap_bytes(c):
-    return -(-c.shape.hidden // CHUNK) * COLUMNS_BYTES
-
-
 def shares_o(c):
     """Does fc go through o's body?"""
     return c.gemm("fc").k == c.gemm("o").k
@@ -109,18 +106,6 @@ def tokens_of(k, p):
 
 
 # -- what a matrix reads and writes --------------------------------------------------------------
-@cute.jit
-def tap_after(k: cutlass.Constexpr, p: cutlass.Constexpr, layer: Int32):
-    """Where the rows behind a layer go besides; 0: nowhere."""
-    at = Int64(0)
-    if k.draft_layers > 0:
-        code = "ld.global.nc.b32 {$w0}, [{$r0}];"
-        tap = ptx_read(code, [Int32], arg(k, Arg.TAP_OF) + Int64(layer) * 4)
-        if tap >= 0:
-            at = arg(k, Arg.FEATURES) + Int64(tap) * tap_bytes(k.c)
-    return at
-
-
 def ends_of(k, p, name, kind, phase):
     """Of a matrix's body, which may serve two kinds."""
     b = PromptBuffers.of(k.c)
@@ -132,7 +117,10 @@ def ends_of(k, p, name, kind, phase):
     if name == "lm":
         return Ends(x, arg(k, Arg.LOGITS))
     if name == "down":
-        return Ends(h, x, tap=tap_after(k, p, phase >> 2) if p.draft else None)
+        if not p.draft:
+            return Ends(h, x)
+        tap = tap_of(k, phase >> 2)
+        return Ends(h, x, tap=feature_address(k, arg(k, Arg.FEATURES), tap))
     if not p.draft:
         return Ends(a, x)
     features = arg(k, Arg.FEATURES) + Int64(phase - draft_phase(k)) * tap_bytes(k.c)
