@@ -142,14 +142,12 @@ def prepare_draft(k: cutlass.Constexpr, parts: cutlass.Constexpr, stage: Int32, 
 
 @cute.jit
 def grow_tree(k: cutlass.Constexpr, parts: cutlass.Constexpr):
-    """What comes behind the block's head."""
+    """What comes behind the block's head. The tree notes its times itself, before its tag."""
     note_time(k, Stamp.DRAFTED)
     if cutlass.const_expr(parts.rank is not None):
         call(parts.rank, "rank_rows", k)
-    note_time(k, Stamp.RANKED)
     if cutlass.const_expr(parts.tree is not None):
         call(parts.tree, "grow_tree", k)
-    note_time(k, Stamp.TREE)
 
 
 @cute.jit
