@@ -511,9 +511,7 @@ def lanes_where(condition):
 
 def lowest_bit(word):
     """Its place; the word is not 0."""
-    return ptx_read(
-        "{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", [Int32], word
-    )
+    return ptx_read("{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", [Int32], word)
 
 
 def pair_sync(pair):
