@@ -116,10 +116,10 @@ def note_phase(k: cutlass.Constexpr, value: Int32):
 
 
 @cute.jit
-def note_time(k: cutlass.Constexpr, what: cutlass.Constexpr):
-    """Consumers: when CTA 0 passed a point of the step; what: board.Stamp."""
+def note_time(k: cutlass.Constexpr, what: Int32):
+    """Consumers: when CTA 0 passed a point of the step; what: a board.Stamp."""
     if (k.bid == 0) & (k.tid == 0):
-        at = k.board + Int64(int(Board.STAMP) * 4 + int(what) * 8)
+        at = k.board + int(Board.STAMP) * 4 + Int64(what) * 8
         sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.globaltimer()))
 
 

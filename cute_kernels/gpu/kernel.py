@@ -77,7 +77,7 @@ def pass_gate(k: cutlass.Constexpr, tag: Int32, turn: Int32):
         with cute.arch.elect_one():
             sync.arrive(k.told)
     sync.wait_parity_idle(k.told, turn & 1)
-    note_time(k, Stamp.GATE)
+    note_time(k, Int32(int(Stamp.GATE)))
 
 
 # -- the consumers -----------------------------------------------------------------------------
@@ -119,9 +119,7 @@ def run_consumers(k: cutlass.Constexpr, parts: cutlass.Constexpr):
                     stage, parity = call(parts.prompt, "run_prompt", k, kind, stage, parity)
         if cutlass.const_expr(parts.decide is not None):
             if desc_word(k, Desc.DECIDE) != 0:  # DECODE, ROWS
-                note_time(k, Stamp.HEAD)
                 call(parts.decide, "decide_rows", k)
-                note_time(k, Stamp.DECIDED)
         note_phase(k, Int32(0))
         if (has_results == False) & (kind != int(Segment.ROWS)):  # noqa: E712
             sync.consumer_sync(k.c.warps * 32)
@@ -135,22 +133,19 @@ def prepare_draft(k: cutlass.Constexpr, parts: cutlass.Constexpr, stage: Int32, 
     """What comes before the block: accepted rows to their places, the drafter's context."""
     if cutlass.const_expr(parts.compact is not None):
         call(parts.compact, "compact", k)
-    note_time(k, Stamp.COMPACTED)
+    note_time(k, Int32(int(Stamp.COMPACTED)))
     stage, parity, which = call(parts.context, "run_context", k, stage, parity, which)
-    note_time(k, Stamp.CONTEXT)
+    note_time(k, Int32(int(Stamp.CONTEXT)))
     return stage, parity, which
 
 
 @cute.jit
 def grow_tree(k: cutlass.Constexpr, parts: cutlass.Constexpr):
     """What comes behind the block's head."""
-    note_time(k, Stamp.DRAFTED)
     if cutlass.const_expr(parts.rank is not None):
         call(parts.rank, "rank_rows", k)
-    note_time(k, Stamp.RANKED)
     if cutlass.const_expr(parts.tree is not None):
         call(parts.tree, "grow_tree", k)
-    note_time(k, Stamp.TREE)
 
 
 @cute.jit
@@ -248,6 +243,7 @@ def decode_step(
         dirty = Int32(0)
     if count > 0:
         sync.wait_parity(k.cleared, (count - 1) & 1)
+    note_time(k, sync.select_int(drafts, Int32(int(Stamp.DRAFTED)), Int32(int(Stamp.HEAD))))
     head.publish_results(k, rows, stats)
     return stage, parity, which, count, dirty, before, cur
 
