@@ -56,10 +56,10 @@ class Core:
         attention.produce_kv(k, step, layer, stage, parity, issued, landed, landed_parity) -> those
         five: the producer warp, behind qkv's weights of the layer. step: what
         attention.begin_produce(k) returned, once a step.
-        prompt.run_prompt(k, stage, parity) -> (stage, parity): consumer warps, a whole PROMPT step
-        up to but without adding 1 to DONE; prompt.produce_prompt(k, at, stage, parity, issued,
-        landed, landed_parity) -> (stage, parity, issued, landed, landed_parity): the producer, from
-        stream address `at` behind the `prefetched(k)` copies of phase 0 that it already issued.
+        prompt.run_prompt(k, kind, stage, parity) -> (stage, parity): consumer warps, a PROMPT step
+        up to but without adding 1 to DONE; prompt.produce_prompt(k, kind, stage, parity, issued,
+        landed, landed_parity) -> (stage, parity, issued, landed, landed_parity): the producer.
+        Copies that it began for another kind of step (producer.py) have been given back.
         service.run_service(k): the whole life of the service warp.
 
     The drafter. Its layers have the sizes of the target's and run through the same code; phases

@@ -11,9 +11,10 @@ attention and o + residual, gate/up and SiLU x up, down + residual: every CTA co
 columns (tiles.py) and publishes them as words that the next phase's readers poll (sync.py). The
 head leaves logits and every CTA its results; the service warp merges them: the next token.
 
-Weights do not depend on tokens: the producer issues the first phase of the next step, as far as the
-ring goes, before it is told what the step is. KV and everything else only after. On LEAVE it waits
-for what it issued.
+A DRAFT step: compaction, the drafter's context (context.py), then its layers through the same code
+as the target's, only attention is another, and its head; the tree of its candidates. Behind it, and
+behind every step whose rows are to be decided, CTA r takes the results of row r. PROMPT and ROWS:
+prompt.py. What the producer begins before it is told what the step is: producer.py.
 
 Activation buffers rotate, and what was read is set back to EMPTY: janitor.py.
 
