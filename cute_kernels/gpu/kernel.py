@@ -35,7 +35,7 @@ from cute_kernels.gpu import head, sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.board import Board, Desc, Segment, Stamp
 from cute_kernels.gpu.config import KINDS, Config
-from cute_kernels.gpu.context import tap_bytes
+from cute_kernels.gpu.context import feature_address, tap_of
 from cute_kernels.gpu.core import (
     Core,
     arg,
@@ -54,7 +54,6 @@ from cute_kernels.gpu.gemm import plan_entry, run_phase
 from cute_kernels.gpu.janitor import LEAVING, last_copy, next_copy, run_janitor, tell_janitor
 from cute_kernels.gpu.producer import guess, prefetched, run_producer, start_of
 from cute_kernels.gpu.ring import skip
-from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import Buffers
 
 QKV, O, GU, DOWN, LM = range(5)
@@ -150,23 +149,6 @@ def grow_tree(k: cutlass.Constexpr, parts: cutlass.Constexpr):
 
 
 @cute.jit
-def tap_of(k: cutlass.Constexpr, layer: Int32):
-    """Which tap follows a layer of the target, -1 for none."""
-    at = arg(k, Arg.TAP_OF) + Int64(layer) * 4
-    return ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Int32], at)
-
-
-@cute.jit
-def feature_address(k: cutlass.Constexpr, features: Int64, tap: Int32):
-    """Where a tap's rows go; 0: nowhere."""
-    at = Int64(0)
-    if cutlass.const_expr(k.c.draft):
-        if tap >= 0:
-            at = features + Int64(tap) * tap_bytes(k.c)
-    return at
-
-
-@cute.jit
 def decode_step(
     k: cutlass.Constexpr,
     parts: cutlass.Constexpr,
@@ -186,9 +168,9 @@ def decode_step(
     rows = desc_word(k, Desc.ROWS)
     first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
     base, layers, logits, norm = Int32(0), k.layers, arg(k, Arg.LOGITS), arg(k, Arg.FINAL_NORM)
-    tap, features = Int32(-1), Int64(0)
+    tap, features, tap_table = Int32(-1), Int64(0), Int64(0)
     if cutlass.const_expr(c.draft):
-        features = arg(k, Arg.FEATURES)
+        features, tap_table = arg(k, Arg.FEATURES), arg(k, Arg.TAP_OF)
         if drafts:
             base, layers = block_phase(k), k.draft_layers
             first, logits, norm = base, arg(k, Arg.DRAFT_LOGITS), arg(k, Arg.DRAFT_NORM)
@@ -225,7 +207,7 @@ def decode_step(
             if cutlass.const_expr(c.draft):  # early: its latency is hidden behind the phase
                 tap = Int32(-1)
                 if drafts == False:  # noqa: E712 - a run-time value
-                    tap = tap_of(k, layer)
+                    tap = tap_of(k, layer, tap_table)
             stage, parity, which = run_phase(
                 k, gu, rows, phase, cur + b.y, cur + b.h, cur, stats, dirty, count,
                 stage, parity, which,
