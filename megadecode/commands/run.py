@@ -53,10 +53,12 @@ def run(
         request = engine.submit(text, params, chat=not raw)
         result = common.show(engine, request, as_json=as_json, stream=stream)
         figures = engine.trace()
+        engine.park()  # a device that counts has counted all of it then
+        split = engine.stats().split
     if not as_json:
         console.print(f"[dim]{common.summary(result)}[/dim]")
     if trace:
-        console.print(table(figures))
+        console.print(table(figures) if split is None else split.table())
     if result.error:
         raise typer.Exit(common.fail(result.error))
     if result.finish_reason == "abort":  # an interrupt
