@@ -3,8 +3,8 @@
 A row at position p sums its keys in one order whatever the tree, the batch or the committed length:
 keys below c(p) = 64 floor(max(p - 15, 0) / 64) in absolute blocks of 64, block b by split
 b mod `splits`, a split's blocks ascending (their two halves apart), then the splits in the order
-of `merge_words`; then keys c(p) .. p along the row's own path, one by one in position order, in
-fp32. Blocks beyond a row's c(p) are an exact identity for it.
+of `merge_words`; then keys c(p) .. p along the row's own path, in groups of 32 by position. Blocks
+beyond a row's c(p) are an exact identity for it.
 
 CTA (kv head, split) multiplies its blocks for all heads of the kv head: warp (head, half) takes 32
 keys of every block (64 where there is but one warp a head), mma.sync m16n8k16 with the 16 rows on
@@ -43,14 +43,26 @@ from cute_kernels.gpu.attention_merge import (
     row_parts,
     take_parts,
 )
-from cute_kernels.gpu.attention_plan import ROWS, halves, stages_per_block
+from cute_kernels.gpu.attention_plan import (
+    ROWS,
+    TAIL_GROUPS,
+    halves,
+    stages_per_block,
+    tail_slots,
+)
 from cute_kernels.gpu.attention_stream import (  # begin_produce, produce_kv: for the kernel
     Places,
     begin_produce,
     begin_step,
     produce_kv,
 )
-from cute_kernels.gpu.attention_tail import row_address, run_tail, wait_for_tail
+from cute_kernels.gpu.attention_tail import (
+    row_address,
+    run_tail,
+    stage_query,
+    tail_at,
+    wait_for_tail,
+)
 from cute_kernels.gpu.config import CHUNK_BYTES
 from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.ring import advance
@@ -206,10 +218,10 @@ STAMPS = 10
 
 @cute.jit
 def stamp(k: cutlass.Constexpr, slot: cutlass.Constexpr):
-    """With `timing`, in attention's own kernel: the clock of the SM when the first warp of half 0
-    and of half 1 came here, int64 [ctas, 2, STAMPS] of the last layer in Arg.TIMES."""
+    """With `timing`, in attention's own kernel: the clock of the SM when the first warp of all
+    and the last warp of all came here, int64 [ctas, 2, STAMPS] of the last layer in Arg.TIMES."""
     if cutlass.const_expr(k.c.timing and hasattr(k, "stamps")):
-        other = k.c.group_heads * 32
+        other = (k.c.warps - 1) * 32
         if (k.tid == 0) | (k.tid == other):
             at = k.stamps + Int64(((k.bid * 2 + k.tid // other) * STAMPS + slot) * 8)
             sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.clock64()))
@@ -254,50 +266,45 @@ def share_part(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, half: In
 
 
 @cute.jit
-def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, u: cute.Tensor,
-              head: Int32, half: Int32, row: Int32, slot: Int32, part: Int64, out: Int64,
-              stage: Int32, tail_first: Int32, main_blocks: Int32):  # fmt: skip
-    """The two warps of a query head (one where it has but one): tail and merge of a row. The last
-    half's does the tail while half 0's waits for the other splits' words. u: take_parts' words.
-    part: row_parts of the row. slot: 0 and 1 in turn. Returns what run_tail does."""
+def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, row: Int32, slot: Int32,
+              part: Int64, out: Int64, stage: Int32, tail_first: Int32,
+              main_blocks: Int32):  # fmt: skip
+    """All consumer warps: tail and merge of a row. The last warps do the tail, a group of keys
+    each, while the first, one a query head, wait for the splits' words.
+
+    u: take_parts' words. part: row_parts of row 0. slot: where the row's Q is (stage_query). Where
+    there is but one slot of tails, a barrier must come before the next row. Returns a word that
+    depends on what this warp read from the ring."""
     c, seen = k.c, Uint32(0)
-    if half == halves(c) - 1:
-        seen = run_tail(k, p, head, row, slot, q, stage, tail_first)
-    if half == 0:
-        take_parts(k, u, head, part, main_blocks)
+    group, tails = c.warps - 1 - k.wid, slot & (tail_slots(c) - 1)
+    if group < TAIL_GROUPS:
+        to = tail_at(k, p, tails, group, Int32(0))
+        seen = run_tail(k, p, row, slot, group, to, stage, tail_first)
+    if k.wid < c.group_heads:
+        take_parts(k, u, k.wid, row_parts(k, p, part, row), main_blocks)
     stamp(k, 5)
-    if cutlass.const_expr(halves(c) == 2):
-        sync.pair_sync(head)
-    else:
-        cute.arch.sync_warp()
+    sync.consumer_sync(c.warps * 32)
     stamp(k, 6)
-    if half == 0:
-        publish_row(k, p, u, head, row, slot, out)
+    if k.wid < c.group_heads:
+        publish_row(k, p, u, k.wid, row, tails, out)
     stamp(k, 7)
     return seen
 
 
 @cute.jit
-def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, head: Int32,
-               half: Int32, rows: Int32, layer: Int32, part: Int64, out: Int64, stage: Int32,
-               parity: Int32):  # fmt: skip
+def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32, part: Int64,
+               out: Int64, stage: Int32, parity: Int32):  # fmt: skip
     """Tail and merge of rows split, split + splits, ..."""
-    c, last_half = k.c, halves(k.c) - 1
+    c = k.c
     tail_first, tail_count, main_blocks, _ = sync.lds_ints(p.step)
-    stages = tail_count * stages_per_block(c)
-    seen = Uint32(0)
-    if half == last_half:
+    if k.wid >= c.warps - TAIL_GROUPS:
         wait_for_tail(k, tail_count, stage, parity)
-    if half <= last_half:
-        u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
-        row, slot = p.split, Int32(0)
-        while row < rows:
-            seen = seen | merge_row(
-                k, p, q, u, head, half, row, slot, row_parts(k, p, part, row), out, stage,
-                tail_first, main_blocks,
-            )  # fmt: skip
-            row, slot = row + c.splits, 1 - slot
-    release_tail(k, stages, stage, seen)
+    u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
+    row, slot, seen = p.split, Int32(0), Uint32(0)
+    while row < rows:
+        seen = seen | merge_row(k, p, u, row, slot, part, out, stage, tail_first, main_blocks)
+        row, slot = row + c.splits, slot + 1
+    release_tail(k, tail_count * stages_per_block(c), stage, seen)
     # by warps that do not merge, if there are any
     idle = c.group_heads if c.warps > c.group_heads else 0
     if p.split == 0:
@@ -319,12 +326,15 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
     stage, parity = run_blocks(k, p, words, m, den, o, half, rows, main_blocks, stage, parity)
     stamp(k, 2)
     has_blocks = (p.split < main_blocks) & (k.wid < c.group_heads * halves(c))
-    share_part(
-        k, p, head, half, rows, has_blocks, m, den, o, part
-    )  # fmt: skip
+    if half == 0:
+        row, slot = p.split, Int32(0)
+        while row < rows:
+            stage_query(k, p, words, head, row, slot)
+            row, slot = row + c.splits, slot + 1
+    share_part(k, p, head, half, rows, has_blocks, m, den, o, part)
     stamp(k, 4)
     if p.split < rows:
-        merge_rows(k, p, words, head, half, rows, layer, part, out, stage, parity)
+        merge_rows(k, p, rows, layer, part, out, stage, parity)
         for _ in cutlass.range(tail_count * stages_per_block(c), unroll=1):
             stage, parity = advance(k.ring, stage, parity)
     return stage, parity

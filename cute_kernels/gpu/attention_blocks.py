@@ -39,15 +39,21 @@ def quad_sum(v):
 
 
 def block_scores(k, q, base):
-    """S = Q K^T of 16 rows and 32 keys: 4 tiles of 8 keys."""
+    """S = Q K^T of 16 rows and 32 keys that lie one behind the other: 4 tiles of 8 keys."""
     i, d = k.lane, k.c.shape.head_dim
     at = base + (i & 7) * (2 * d)
     piece = ((i >> 3) ^ (i & 7)) << 4
+    return scores(k, q, lambda j, chunk: at + (piece ^ (chunk * 64)) + j * (16 * d))
+
+
+def scores(k, q, key_at):
+    """S = Q K^T. key_at(j, chunk): this lane's address for 32 dimensions of the keys of tile j."""
+    d = k.c.shape.head_dim
     tiles, upper = [], d // 8
     for j in range(4):
         s = [Float32(0.0)] * 4
         for chunk in range(d // 32):
-            b = ldmatrix(at + (piece ^ (chunk * 64)) + j * (16 * d), False)
+            b = ldmatrix(key_at(j, chunk), False)
             for e in range(2):
                 w = chunk * 4 + 2 * e
                 a = [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
@@ -57,16 +63,23 @@ def block_scores(k, q, base):
 
 
 def block_values(k, o, probabilities, base, masks=None):
-    """O += P V; o: flat [tiles of 8 dimensions x 4]. masks: bits of V that count, [16 keys][keys
-    2 t and 2 t + 1, and 8 further]; None: all."""
+    """O += P V of 32 keys that lie one behind the other. masks: bits of V that count, [16 keys]
+    [keys 2 t and 2 t + 1, and 8 further]; None: all."""
     i, d = k.lane, k.c.shape.head_dim
     at = base + (i & 15) * (2 * d)
     piece = ((i >> 4) ^ (i & 7)) << 4
+    add_values(k, o, probabilities, lambda u, n: at + (piece ^ (n << 4)) + u * (32 * d), masks)
+
+
+def add_values(k, o, probabilities, value_at, masks=None):
+    """O += P V; o: flat [tiles of 8 dimensions x 4]. value_at(u, n): this lane's address for tiles
+    n and n + 1 of the dimensions of 16 keys."""
+    d = k.c.shape.head_dim
     for u in range(2):
         p = [probabilities[u * 8 + e] for e in range(8)]
         a = [bf16_pair(p[2 * e], p[2 * e + 1]) for e in range(4)]
         for n in range(0, d // 8, 2):
-            b = ldmatrix(at + (piece ^ (n << 4)) + u * (32 * d), True)
+            b = ldmatrix(value_at(u, n), True)
             if masks is not None:
                 b = [x & masks[u][w & 1] for w, x in enumerate(b)]
             for e in range(2):
@@ -87,10 +100,22 @@ def softmax_block(k: cutlass.Constexpr, tiles: cutlass.Constexpr, valid: cutlass
         softmax_half(k, tiles, 1, valid[1], p, m, den, o)
 
 
+def total(values):
+    """Of a power of two of them, as a tree."""
+    while len(values) > 1:
+        values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def score_scale(k):
+    """Exponents are of 2."""
+    return k.c.shape.head_dim**-0.5 * 1.4426950408889634
+
+
 def softmax_half(k, tiles, h, valid, p, m, den, o):
     """For row half h. m is in units of scaled scores. valid: whether this lane's row sees any of
     the keys; one that does not gets probabilities 2^-inf = 0 and factor 1."""
-    scale = k.c.shape.head_dim**-0.5 * 1.4426950408889634
+    scale = score_scale(k)
     s = [tiles[j][2 * h + e] for j in range(4) for e in range(2)]
     top = quad_max(sync.maximum(s))
     new = sync.maximum([m[h], sync.choose(valid, top * scale, NEG_INF)])
@@ -100,10 +125,8 @@ def softmax_half(k, tiles, h, valid, p, m, den, o):
     for j in range(4):
         for e in range(2):
             p[j * 4 + 2 * h + e] = sums[2 * j + e]
-    while len(sums) > 1:
-        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     m[h] = new
-    den[h] = den[h] * alpha + sums[0]
+    den[h] = den[h] * alpha + total(sums)
     for n in range(k.c.shape.head_dim // 8):
         for e in range(2):
             at = n * 4 + 2 * h + e

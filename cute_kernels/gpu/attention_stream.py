@@ -43,8 +43,8 @@ class Places:
     def __init__(self, k):
         self.smem = s = AttentionSmem.of(k.c)
         base = k.attention
-        self.new, self.rope, self.tails = base + s.new, base + s.rope, base + s.tails
-        self.stats, self.keys = base + s.stats, base + s.keys
+        self.new, self.rope, self.queries = base + s.new, base + s.rope, base + s.queries
+        self.tails, self.stats = base + s.tails, base + s.stats
         self.places, self.step = base + s.places, base + s.step
         self.positions = k.desc + 4 * int(Desc.ROW_POSITION)
         self.paths = k.desc + 4 * int(Desc.PATH)

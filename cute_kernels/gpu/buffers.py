@@ -7,6 +7,7 @@ engine and the tests allocate what they find.
 from cute_kernels.gpu.board import FEW_ROWS, MAX_ROWS, ROW_WORDS
 from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, COPIES, Config, DraftShape
 from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES, PromptBuffers
+from cute_kernels.gpu.rank_plan import RANKED_BYTES
 from cute_kernels.gpu.tiles import Buffers
 
 ALTERNATIVES = 20  # of a token, at most: host.wire.MAX_ALTERNATIVES
@@ -30,5 +31,6 @@ def draft_buffers(c: Config, draft: DraftShape) -> dict[str, int]:
         "FUSED": -(-c.shape.hidden // CHUNK) * CHUNK_BYTES,
         "CONTEXT_KV": -(-columns // CHUNK) * COLUMNS_BYTES,
         "DRAFT_LOGITS": FEW_ROWS * c.draft_stride * 4,
+        "RANKED": FEW_ROWS * RANKED_BYTES,
         "ROW_TABLE": MAX_ROWS * ROW_WORDS * 4,
     }

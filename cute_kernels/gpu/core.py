@@ -42,6 +42,7 @@ class Core:
         residual: fp32 [own tile][64 pairs], the CTA's own columns; own: its part of `down`.
         results: the head's, [group][16 rows][4 words].
         told, gathered, cleared: mbarriers of the step loop; command: the janitor's; see kernel.py.
+        keys_side: a word, see context.tell_keys.
     Values
         zero: a run-time zero for `release_after`.
 
@@ -96,6 +97,11 @@ def arg(k, name: Arg):
     return ptx_read("ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], k.args + 8 * int(name))
 
 
+def call(module, name, *args):
+    """A method call on `module` inside a run-time loop would make the loop carry it."""
+    return getattr(module, name)(*args)
+
+
 def desc_word(k, field: Desc):
     """A word of the step's descriptor, from shared memory."""
     return sync.lds_int(k.desc + 4 * int(field))
@@ -107,6 +113,24 @@ def note_phase(k: cutlass.Constexpr, value: Int32):
     if k.tid == 0:
         at = k.board + Int64((k.bid + int(Board.PHASE)) * 4)
         sync.st_word(at, Uint32(value))
+
+
+@cute.jit
+def note_time(k: cutlass.Constexpr, what: cutlass.Constexpr):
+    """Consumers: when CTA 0 passed a point of the step; what: board.Stamp."""
+    if (k.bid == 0) & (k.tid == 0):
+        at = k.board + Int64(int(Board.STAMP) * 4 + int(what) * 8)
+        sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.globaltimer()))
+
+
+def draft_phase(k):
+    """The drafter's first phase, the first fc."""
+    return k.layers * 4 + 1
+
+
+def block_phase(k):
+    """The first phase of the drafter's layers."""
+    return k.layers * 4 + 2 + k.taps
 
 
 # -- set-up ------------------------------------------------------------------------------------
@@ -121,7 +145,7 @@ def carve(c: Config, base, k: Core):
     k.own, k.attention = where.get("own parts", base), where.get("attention", base)
     k.ring = Ring(where["ring"], where["barriers"], c.stages, c.stage_bytes, c.inflight, c.hungry)
     k.told = where["barriers"] + 16 * c.stages
-    k.gathered, k.cleared = k.told + 8, k.told + 16
+    k.gathered, k.cleared, k.keys_side = k.told + 8, k.told + 16, k.told + 24
     if not c.phase:
         k.desc = where["descriptor"]
         k.command = k.desc + 4 * 127
@@ -140,9 +164,14 @@ def memory(c: Config, k: Core, args):
     k.args = args
     k.layers = Int32(arg(k, Arg.LAYERS))
     k.zero = Uint32(k.layers >> 30)
-    phases = k.layers * 4 + 1
-    k.plan = arg(k, Arg.PLAN) + Int64(k.bid * phases) * 16
-    k.offsets = arg(k, Arg.OFFSETS) + Int64(k.bid * phases) * 8
+    k.draft_layers, k.taps, k.phases = Int32(0), Int32(0), k.layers * 4 + 1
+    if c.draft:
+        k.draft_layers = Int32(arg(k, Arg.DRAFT_LAYERS))
+        k.taps = Int32(arg(k, Arg.DRAFT_TAPS))
+        own = k.taps + 2 + k.draft_layers * 4
+        k.phases = k.phases + sync.select_int(k.draft_layers > 0, own, Int32(0))
+    k.plan = arg(k, Arg.PLAN) + Int64(k.bid * k.phases) * 16
+    k.offsets = arg(k, Arg.OFFSETS) + Int64(k.bid * k.phases) * 8
     k.board, k.act = arg(k, Arg.BOARD), arg(k, Arg.ACT)
     k.kv_pool, k.pages = arg(k, Arg.KV_POOL), arg(k, Arg.PAGE_TABLE)
 

@@ -10,7 +10,7 @@ i mod `splits`'s; parts, hand-off and merge are attention.py's.
 
 Scores that a row may not see are masked by select; V that nobody has written yet is zeroed, since
 0 x NaN is NaN. n is Desc.POSITION, and the keys of Desc.CONTEXT positions below it are written by
-this step itself: the producer waits for them at the first block that holds one (`keys_written`).
+this step itself: the producer waits for them at the first block that holds one (context.wait_keys).
 """
 
 import cutlass
@@ -33,14 +33,15 @@ from cute_kernels.gpu.attention_plan import ROWS, halves, stages_per_block
 from cute_kernels.gpu.attention_stream import Places, desc_int, load_factors, page_of
 from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import KV_COPY
+from cute_kernels.gpu.context import wait_keys
 from cute_kernels.gpu.core import arg
 from cute_kernels.gpu.kv_layout import PAGE
-from cute_kernels.gpu.prompt_attention import keys_barrier, value_masks
+from cute_kernels.gpu.prompt_attention import value_masks
 from cute_kernels.gpu.ring import advance, issue
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import Buffers
 
-__all__ = ["begin_produce", "begin_step", "keys_written", "produce_kv", "run_attention"]
+__all__ = ["begin_produce", "begin_step", "produce_kv", "run_attention"]
 
 
 class DraftPlaces(Places):
@@ -107,14 +108,6 @@ def begin_step(k: cutlass.Constexpr, rows: Int32):
     p = DraftPlaces(k)
     if p.kv_head < k.c.shape.kv_heads:
         load_factors(k, p, rows)
-
-
-@cute.jit
-def keys_written(k: cutlass.Constexpr):
-    """Consumer warps of all CTAs, once a DRAFT step that has rows: behind the grid barrier that
-    follows the writing of the context's keys and values (and its writers' `sync.fence_async`)."""
-    if k.wid == 0:
-        keys_barrier(True)
 
 
 @cute.jit
@@ -265,7 +258,7 @@ def produce_kv(
             pages = page_of(k, cutlass.min(ahead, last))
         if told == 0:
             if (first + p.split + i * c.splits + 1) * PAGE > complete:
-                wait_for_keys()
+                wait_keys(k)
                 told = Int32(1)
         page = cute.arch.shuffle_sync(pages, i & 31)
         at = (Int64(page) * k.draft_layers + layer) * s.kv_heads + p.kv_head
@@ -276,10 +269,5 @@ def produce_kv(
             )
             at = at + KV_COPY
     if told == 0:
-        wait_for_keys()
+        wait_keys(k)
     return stage, parity, issued, landed, landed_parity
-
-
-def wait_for_keys():
-    keys_barrier(False)
-    sync.fence_async()

@@ -22,7 +22,6 @@ from cute_kernels.gpu.grid_barrier import barrier_side, grid_barrier
 from cute_kernels.gpu.keys import Keys, write_keys
 from cute_kernels.gpu.prompt_attention import attend, keys_written, produce_keys
 from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES, PARTS, ROW_TILE, PromptBuffers
-from cute_kernels.gpu.ring import skip
 from cute_kernels.gpu.rows_gemm import (
     Rows,
     add_parts,
@@ -105,22 +104,14 @@ def run_layers(
     return stage, parity
 
 
-def prefetched(k):
-    """Copies of phase 0 that the producer issues before it knows the step (kernel.py), in the order
-    of a DECODE step: of no use here."""
-    _, _, copies, _ = plan_entry(k, Int32(0))
-    return cutlass.min(copies, k.ring.n)
-
-
 def step_chunk(k):
     return chunk(k, desc_word(k, Desc.ROWS), desc_word(k, Desc.POSITION))
 
 
 @cute.jit
-def run_prompt(k: cutlass.Constexpr, stage: Int32, parity: Int32):
+def run_prompt(k: cutlass.Constexpr, kind: Int32, stage: Int32, parity: Int32):
     """Consumer warps: the PROMPT step of the descriptor. Returns the place in the ring."""
     first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
-    stage, parity = skip(k.ring, stage, parity, prefetched(k))
     return run_layers(k, step_chunk(k), first, last, stage, parity)
 
 
@@ -158,10 +149,10 @@ def produce_layers(
 
 @cute.jit
 def produce_prompt(
-    k: cutlass.Constexpr, at: Int64, stage: Int32, parity: Int32, issued: Int32, landed: Int32,
+    k: cutlass.Constexpr, kind: Int32, stage: Int32, parity: Int32, issued: Int32, landed: Int32,
     landed_parity: Int32,
 ):  # fmt: skip
-    """The producer warp: the PROMPT step of the descriptor, behind the `prefetched` copies."""
+    """The producer warp: the PROMPT step of the descriptor."""
     first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
     return produce_layers(
         k, step_chunk(k), first, last, stage, parity, issued, landed, landed_parity

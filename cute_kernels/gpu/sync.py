@@ -40,7 +40,8 @@ class Barrier(enum.IntEnum):
 
     CONSUMERS = 1
     PAIRS = 2  # and the next 7: the two warps of a query head in attention
-    KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.keys_barrier
+    KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.py, context.tell_keys
+    DRAFTING = 11  # the producer tells consumer warp 0: context.draft_begins
 
 
 def ptx_read(code, types, *args):
@@ -98,6 +99,27 @@ def ld_words_if(ok, addr):
         [Uint32] * 4,
         addr,
         Uint64(KEEP),
+        ok,
+    )
+
+
+def ld_fresh_words(addr):
+    """Four words that another SM has written before a hand-off that this thread has seen."""
+    return ptx_read(
+        "ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
+        [Uint32] * 4,
+        addr,
+    )
+
+
+def ld_fresh_words_if(ok, addr):
+    """The same where ok != 0, else four zeros and no access."""
+    return ptx_read(
+        "{ .reg .pred q; setp.ne.u32 q, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0;"
+        " mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
+        " @q ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}]; }",
+        [Uint32] * 4,
+        addr,
         ok,
     )
 
@@ -203,6 +225,11 @@ def larger(a, b):
     """Unsigned. `cutlass.max` of a Uint32 literal and a register compiles to the signed maximum,
     in which EMPTY is the smallest word of all."""
     return ptx_read("max.u32 {$w0}, {$r0}, {$r1};", [Uint32], a, b)
+
+
+def smaller(a, b):
+    """Unsigned, likewise."""
+    return ptx_read("min.u32 {$w0}, {$r0}, {$r1};", [Uint32], a, b)
 
 
 def maximum(values):
@@ -420,6 +447,45 @@ def sts(addr, v):
 
 def sts_int(addr, v):
     ptx_do("st.shared.b32 [{$r0}], {$r1};", addr, v)
+
+
+def lds_long(addr):
+    return ptx_read("ld.shared.b64 {$w0}, [{$r0}];", [Int64], addr)
+
+
+def lds_longs(addr):
+    return ptx_read("ld.shared.v2.b64 {{$w0},{$w1}}, [{$r0}];", [Int64] * 2, addr)
+
+
+def sts_long(addr, v):
+    ptx_do("st.shared.b64 [{$r0}], {$r1};", addr, v)
+
+
+def add_shared(addr, v):
+    """Atomically; what was there before."""
+    return ptx_read("atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", [Int32], addr, v)
+
+
+# -- whole warps -------------------------------------------------------------------------------
+def warp_reduce(op, v):
+    """op: add, min or max, of unsigned words; the result in every lane."""
+    return ptx_read(f"redux.sync.{op}.u32 {{$w0}}, {{$r0}}, 0xffffffff;", [Uint32], v)
+
+
+def lanes_where(condition):
+    """A bit for every lane in which the condition holds."""
+    return ptx_read(
+        "{ .reg .pred q; setp.ne.u32 q, {$r0}, 0; vote.sync.ballot.b32 {$w0}, q, 0xffffffff; }",
+        [Uint32],
+        Int32(condition),
+    )
+
+
+def lowest_bit(word):
+    """Its place; the word is not 0."""
+    return ptx_read(
+        "{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", [Int32], word
+    )
 
 
 def pair_sync(pair):
