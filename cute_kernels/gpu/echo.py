@@ -133,6 +133,17 @@ def _decide(k: cutlass.Constexpr, h: Uint32, row: Int32):
     sync.st_words(decision_at(k.board, row), words)
 
 
+def _arrive(k):
+    """This CTA has read all that it wants of the descriptor."""
+    sync.red_release(_at(k.board, int(Board.BARRIER)), Uint32(1))
+
+
+@cute.jit
+def _wait_for_all(k: cutlass.Constexpr):
+    while Int32(sync.ld_acquire(_at(k.board, int(Board.BARRIER)))) % k.c.ctas != 0:
+        sync.nap(100)
+
+
 @cute.jit
 def _note_seen(own: Int64, first: Int32, end: Int32):
     """The drafter is shown the positions from `first` to `end`. What begins at 0 is a new text."""
@@ -170,10 +181,13 @@ def _verify(k: cutlass.Constexpr, own: Int64, kind: Int32):
         h = _digest(h, token, place)
         _store(own, row, h)
         _store(own, KEYS + position + row, token)
-        if _word(k, Desc.DECIDE) != 0:
-            if row % k.c.ctas == k.bid:
-                _decide(k, h, row)
-    if _word(k, Desc.DECIDE) == 0:
+    if _word(k, Desc.DECIDE) != 0:
+        _arrive(k)
+        if k.bid < rows:
+            _wait_for_all(k)
+        for row in cutlass.range(k.bid, rows, k.c.ctas, unroll=1):
+            _decide(k, Uint32(_load(own, row)), row)
+    else:
         _answer(k, Uint32(_load(own, Int32(0))))
 
 
@@ -256,7 +270,7 @@ def _run_model(k: cutlass.Constexpr, own: Int64, plant: Int64):
     running = Int32(1)
     while running != 0:
         while sync.ld_acquire(k.board + desc_at(int(Desc.TAG))) != tag:
-            sync.ptx_do("nanosleep.u32 {$r0};", Int32(200))
+            sync.nap(200)
         kind = _word(k, Desc.KIND)
         sync.st_word(phase_at, Uint32(1 + PHASE))
         if Int32(sync.ld_word(plant)) == k.bid + 1:
@@ -284,11 +298,9 @@ def _run_model(k: cutlass.Constexpr, own: Int64, plant: Int64):
         if is_silent != 0:
             sync.red_release(k.board + int(Board.DONE) * 4, Uint32(1))
         elif kind == int(Segment.DRAFT):
-            arrived = _at(k.board, int(Board.BARRIER))
-            sync.red_release(arrived, Uint32(1))
+            _arrive(k)
             if k.bid == 0:
-                while Int32(sync.ld_acquire(arrived)) % k.c.ctas != 0:
-                    sync.ptx_do("nanosleep.u32 {$r0};", Int32(100))
+                _wait_for_all(k)
                 _grow(k, tag)
         if kind == int(Segment.LEAVE):
             running = Int32(0)

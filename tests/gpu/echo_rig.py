@@ -28,6 +28,7 @@ CTAS = 132
 LAYERS = 2
 OPERATIONS = [*(f"phase {i}" for i in range(4 * LAYERS)), "head"]
 CTX = 16_384
+CUDA = "cuda"
 
 
 class Answer:
@@ -80,7 +81,7 @@ class Rig:
         park_after_s=-1.0, first=0, first_tag=0, deadline_s=4.0, pool_bytes=None, draft=None,
     ):  # fmt: skip
         """draft: the drafter's constants, see `drafting`; None: there is none."""
-        cuda, draft = torch.device("cuda"), draft or {}
+        cuda, draft = torch.device(CUDA), draft or {}
         self.pinned = PinnedMemory(driver())
         self.wire: Wire = make_wire(
             slots=1, workers=CTAS, ctx=ctx, max_inflight=max_inflight,
@@ -211,7 +212,7 @@ def calm(length, new, ctx=CTX):
 
 
 MERGED = float(-np.log(SUM * (2 + (CTAS - 2) * np.exp(-1.0))))
-"""Log-probability of a token that the service warp finds itself; LOGPROB: of one the CTAs decide."""
+"""Log-probability of a token that the service warp merges; LOGPROB: of one that CTAs decide."""
 
 
 def prompt(length, seed=0):

@@ -195,6 +195,7 @@ def test_two_threads_park_and_submit(kernel, alone):
         def park():
             while not stop.is_set():
                 rig.link.park()
+                rig.link.unpark()  # a request may have been in flight
                 time.sleep(0.0003)  # the link's lock is not fair
 
         thread = threading.Thread(target=park)
