@@ -281,7 +281,7 @@ def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, row: I
         to = tail_at(k, p, tails, group, Int32(0))
         seen = run_tail(k, p, row, slot, group, to, stage, tail_first)
     if k.wid < c.group_heads:
-        take_parts(k, u, k.wid, row_parts(k, p, part, row), main_blocks)
+        take_parts(k, u, k.wid, row_parts(k, p, part, row), main_blocks, p.polled)
     stamp(k, 5)
     sync.consumer_sync(c.warps * 32)
     stamp(k, 6)

@@ -49,16 +49,13 @@ def block_scores(k, q, base):
 def scores(k, q, key_at):
     """S = Q K^T. key_at(j, chunk): this lane's address for 32 dimensions of the keys of tile j."""
     d = k.c.shape.head_dim
-    tiles, upper = [], d // 8
-    for j in range(4):
-        s = [Float32(0.0)] * 4
-        for chunk in range(d // 32):
-            b = ldmatrix(key_at(j, chunk), False)
-            for e in range(2):
-                w = chunk * 4 + 2 * e
-                a = [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
-                s = mma(s, a, b[2 * e : 2 * e + 2])
-        tiles.append(s)
+    tiles, upper = [[Float32(0.0)] * 4 for _ in range(4)], d // 8
+    for chunk in range(d // 32):
+        keys = [ldmatrix(key_at(j, chunk), False) for j in range(4)]
+        for e in range(2):
+            w = chunk * 4 + 2 * e
+            a = [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
+            tiles = [mma(tiles[j], a, keys[j][2 * e : 2 * e + 2]) for j in range(4)]
     return tiles
 
 

@@ -98,9 +98,10 @@ def lanes_per_split(k):
 
 @cute.jit
 def take_parts(k: cutlass.Constexpr, u: cute.Tensor, head: Int32, row_at: Int64,
-               main_blocks: Int32):  # fmt: skip
-    """Wait for all parts of a row. A lane has 4 words of every (32 / lanes_per_split)th split and
-    the statistics of one. Splits without a block publish nothing: they are an exact identity."""
+               main_blocks: Int32, polled: cutlass.Constexpr = True):  # fmt: skip
+    """Wait for all parts of a row; without `polled` they are there. A lane has 4 words of every
+    (32 / lanes_per_split)th split and the statistics of one. Splits without a block publish
+    nothing: they are an exact identity."""
     c, lanes = k.c, lanes_per_split(k)
     n, row_bytes = c.splits * lanes // 32, 2 * c.shape.head_dim
     sums_at = row_at + Int64((k.lane // lanes) * c.part_bytes + head * row_bytes)
@@ -115,17 +116,25 @@ def take_parts(k: cutlass.Constexpr, u: cute.Tensor, head: Int32, row_at: Int64,
     awaited = split < main_blocks
     u[4 * n] = sync.select(awaited, Uint32(sync.EMPTY), sync.as_bits(Float32(NEG_INF)))
     u[4 * n + 1] = sync.select(awaited, Uint32(sync.EMPTY), Uint32(0))
-    missing, tries, since = Uint32(1), Int32(0), Int64(0)
-    while missing != 0:
-        for i in cutlass.range_constexpr(n):
-            mine = [u[4 * i + e] for e in range(4)]
-            at = sums_at + Int64(i * (32 // lanes) * c.part_bytes)
-            for e, v in enumerate(sync.ld_missing_words(at, mine, sync.largest(mine))):
-                u[4 * i + e] = v
-        mine = [u[4 * n], u[4 * n + 1]]
-        u[4 * n], u[4 * n + 1] = sync.ld_missing_words(stats_at, mine, sync.largest(mine))
-        missing = sync.any_lane_empty(sync.largest([u[i] for i in range(4 * n + 2)]))
-        tries, since = sync.overdue(tries, since)
+    if cutlass.const_expr(polled):
+        missing, tries, since = Uint32(1), Int32(0), Int64(0)
+        while missing != 0:
+            missing = ask_parts(k, u, sums_at, stats_at)
+            tries, since = sync.overdue(tries, since)
+    else:
+        ask_parts(k, u, sums_at, stats_at)
+
+
+def ask_parts(k, u, sums_at, stats_at):
+    """One round of loads of what is missing; 1 if any lane still misses something."""
+    n, each = k.c.splits * lanes_per_split(k) // 32, 32 // lanes_per_split(k) * k.c.part_bytes
+    for i in range(n):
+        mine = [u[4 * i + e] for e in range(4)]
+        for e, v in enumerate(sync.ld_missing_words(sums_at + i * each, mine, sync.largest(mine))):
+            u[4 * i + e] = v
+    mine = [u[4 * n], u[4 * n + 1]]
+    u[4 * n], u[4 * n + 1] = sync.ld_missing_words(stats_at, mine, sync.largest(mine))
+    return sync.any_lane_empty(sync.largest([u[i] for i in range(4 * n + 2)]))
 
 
 def merge_dim(k, w):

@@ -35,9 +35,10 @@ class Places:
     chunk_bytes: of 32 columns of the output (word_at).
     norms, normed, rope_table: where the RMSNorms of q and k are, whether there are any, and the
     rotary factors. tail: whether rows have keys beside those in blocks (attention_tail.py).
+    polled: whether parts of splits are awaited word by word.
     """
 
-    norms, rope_table, tail = Arg.QK_NORM, Arg.ROPE, True
+    norms, rope_table, tail, polled = Arg.QK_NORM, Arg.ROPE, True, True
     path_bytes, chunk_bytes = 8, CHUNK_BYTES
 
     def __init__(self, k):

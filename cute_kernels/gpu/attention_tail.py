@@ -109,11 +109,12 @@ def load_query(k, p, slot):
     return words + [constant(0)] * (d // 8)
 
 
-def multiply_group(k, q, key, value, left, m, den, o):
-    """key, value: addresses of the rows of key `lane` of the group. left: keys of it that count."""
+def multiply_group(k, q, rows, left, m, den, o):
+    """rows: shared address of the group's (address of the K row, of the V row). left: keys of it
+    that count."""
     i = k.lane
-    keys = [cute.arch.shuffle_sync(key, 8 * j + (i & 7)) ^ ((i >> 3) << 4) for j in range(4)]
-    values = [cute.arch.shuffle_sync(value, 16 * u + (i & 15)) ^ ((i >> 4) << 4) for u in range(2)]
+    keys = [sync.lds_int(rows + (8 * j + (i & 7)) * 8) ^ ((i >> 3) << 4) for j in range(4)]
+    values = [sync.lds_int(rows + (16 * u + (i & 15)) * 8 + 4) ^ ((i >> 4) << 4) for u in range(2)]
     tiles = scores(k, q, lambda j, chunk: keys[j] ^ (chunk * 64))
     first = 2 * (i & 3)
     s = [
@@ -146,7 +147,11 @@ def run_tail(k: cutlass.Constexpr, p: cutlass.Constexpr, row: Int32, slot: Int32
         # beyond the last key this one again: its row can be read, and it counts for nothing
         at = first + 32 * group + cutlass.min(k.lane, left - 1)
         key, value = key_row(k, p, row, at, desc_int(k, Desc.COMMITTED), stage, tail_first)
-        multiply_group(k, load_query(k, p, slot), key, value, left, m, den, o)
+        # by way of the place of the sums: ptxas schedules nothing across a shuffle
+        sync.sts_pair(to + k.lane * 8, sync.as_float(key), sync.as_float(value))
+        cute.arch.sync_warp()
+        multiply_group(k, load_query(k, p, slot), to, left, m, den, o)
+    cute.arch.sync_warp()
     head, t = k.lane >> 2, k.lane & 3
     if head < k.c.group_heads:
         to = to + head * p.smem.tail_stride

@@ -20,7 +20,7 @@ from cutlass import Int32, Int64, Uint32
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import ROWS
-from cute_kernels.gpu.core import desc_word
+from cute_kernels.gpu.core import desc_word, note_phase
 from cute_kernels.gpu.kv_layout import PAGE
 
 
@@ -63,6 +63,7 @@ def move_piece(k: cutlass.Constexpr, item: Int32, ok: Int32, first: Int32, n: In
 @cute.jit
 def compact(k: cutlass.Constexpr):
     """Consumer warps of all CTAs, first in a DRAFT step."""
+    note_phase(k, k.phases + 4)
     n = desc_word(k, Desc.CONTEXT)
     base = desc_word(k, Desc.POSITION) - n
     i = k.lane & (ROWS - 1)

@@ -287,6 +287,8 @@ class Config:
         if self.attention:
             plan["attention"] = attention_plan.AttentionSmem.of(self).bytes
             sums = max(sums, attention_plan.exchange_bytes(self))
+        if self.draft:  # verify.tail_task
+            sums = max(sums, ROWS * self.group_heads * 2 * self.shape.head_dim)
         plan |= {
             "partial sums": sums,
             "row squares": self.red_buffers * self.warps * ROWS * 4,

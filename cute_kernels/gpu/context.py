@@ -27,11 +27,32 @@ from cute_kernels.gpu.gemm import plan_entry, run_phase
 from cute_kernels.gpu.grid_barrier import arrive_grid, barrier_side, grid_barrier, wait_grid
 from cute_kernels.gpu.keys import Keys, write_keys
 from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES
+from cute_kernels.gpu.sync import ptx_read
 
 
 def tap_bytes(c):
     """Features of one tap: 256 rows."""
     return c.shape.hidden // CHUNK * COLUMNS_BYTES
+
+
+@cute.jit
+def tap_of(k: cutlass.Constexpr, layer: Int32):
+    """Which tap follows a layer of the target, -1 for none."""
+    tap = Int32(-1)
+    if k.draft_layers > 0:
+        at = arg(k, Arg.TAP_OF) + Int64(layer) * 4
+        tap = ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Int32], at)
+    return tap
+
+
+@cute.jit
+def feature_address(k: cutlass.Constexpr, features: Int64, tap: Int32):
+    """Where a tap's rows go; 0: nowhere."""
+    at = Int64(0)
+    if cutlass.const_expr(k.c.draft):
+        if tap >= 0:
+            at = features + Int64(tap) * tap_bytes(k.c)
+    return at
 
 
 # -- consumers -----------------------------------------------------------------------------------

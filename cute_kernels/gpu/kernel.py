@@ -34,7 +34,7 @@ from cute_kernels.gpu import head, sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.board import Board, Desc, Segment, Stamp
 from cute_kernels.gpu.config import KINDS, Config
-from cute_kernels.gpu.context import tap_bytes
+from cute_kernels.gpu.context import feature_address, tap_of
 from cute_kernels.gpu.core import (
     Core,
     arg,
@@ -53,7 +53,6 @@ from cute_kernels.gpu.gemm import plan_entry, run_phase
 from cute_kernels.gpu.janitor import LEAVING, last_copy, next_copy, run_janitor, tell_janitor
 from cute_kernels.gpu.producer import guess, prefetched, run_producer, start_of
 from cute_kernels.gpu.ring import skip
-from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import Buffers
 
 QKV, O, GU, DOWN, LM = range(5)
@@ -143,31 +142,12 @@ def prepare_draft(k: cutlass.Constexpr, parts: cutlass.Constexpr, stage: Int32, 
 
 @cute.jit
 def grow_tree(k: cutlass.Constexpr, parts: cutlass.Constexpr):
-    """What comes behind the block's head."""
+    """What comes behind the block's head. The tree notes its times itself, before its tag."""
     note_time(k, Stamp.DRAFTED)
     if cutlass.const_expr(parts.rank is not None):
         call(parts.rank, "rank_rows", k)
-    note_time(k, Stamp.RANKED)
     if cutlass.const_expr(parts.tree is not None):
         call(parts.tree, "grow_tree", k)
-    note_time(k, Stamp.TREE)
-
-
-@cute.jit
-def tap_of(k: cutlass.Constexpr, layer: Int32):
-    """Which tap follows a layer of the target, -1 for none."""
-    at = arg(k, Arg.TAP_OF) + Int64(layer) * 4
-    return ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Int32], at)
-
-
-@cute.jit
-def feature_address(k: cutlass.Constexpr, features: Int64, tap: Int32):
-    """Where a tap's rows go; 0: nowhere."""
-    at = Int64(0)
-    if cutlass.const_expr(k.c.draft):
-        if tap >= 0:
-            at = features + Int64(tap) * tap_bytes(k.c)
-    return at
 
 
 @cute.jit

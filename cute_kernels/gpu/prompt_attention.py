@@ -14,9 +14,10 @@ head_dim 128: a stage each.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
+from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.attention_blocks import (
     NEG_INF,
     block_scores,
@@ -28,6 +29,7 @@ from cute_kernels.gpu.attention_blocks import (
 )
 from cute_kernels.gpu.attention_plan import stages_per_block
 from cute_kernels.gpu.config import KV_COPY
+from cute_kernels.gpu.core import arg
 from cute_kernels.gpu.fragments import bf16_pair
 from cute_kernels.gpu.keys import block_at, head_vectors, page_of, rotated
 from cute_kernels.gpu.kv_layout import PAGE
@@ -122,17 +124,22 @@ def walk_blocks(
     return stage, parity
 
 
-def load_queries(k, p, q, head, layer, row_tile):
-    """Q of 16 rows of a query head: [row g, row g + 8][words]."""
+def load_head(k, p, q, column, layer, row_tile, positions):
+    """Q of 16 rows of the query head whose first column is given: [row g, row g + 8][words].
+    positions: of these two rows."""
     base, weights = p.act + Int64(PromptBuffers.of(k.c).q), norm_weights(k, layer, 0)
-    row = row_tile * ROW_TILE + (k.lane >> 2)
+    rope = arg(k, Arg.ROPE)
     for h in range(2):
-        block = row_tile * 2 + h
-        vectors = head_vectors(k, base, head * k.c.shape.head_dim, block, COLUMNS_BYTES)
-        at = p.position + cutlass.min(row + 8 * h, p.rows - 1)
-        words = [w for v in rotated(k, p.rope, vectors, at, weights) for w in v]
+        vectors = head_vectors(k, base, column, row_tile * 2 + h, COLUMNS_BYTES)
+        words = [w for v in rotated(k, rope, vectors, positions[h], weights) for w in v]
         for i, word in enumerate(words):
             q[h * len(words) + i] = word
+
+
+def load_queries(k, p, q, head, layer, row_tile):
+    row = row_tile * ROW_TILE + (k.lane >> 2)
+    positions = [p.position + cutlass.min(row + 8 * h, p.rows - 1) for h in range(2)]
+    load_head(k, p, q, head * k.c.shape.head_dim, layer, row_tile, positions)
 
 
 def store_output(k, p, head, row_tile, den, o):
@@ -148,6 +155,7 @@ def store_output(k, p, head, row_tile, den, o):
 def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, layer: Int32, stage: Int32, parity: Int32):
     """Consumer warps' part: attention output of the chunk in a. Returns the place in the ring."""
     c, d = k.c, k.c.shape.head_dim
+    keys_written(k, k.bid < task_count(c, p.row_tiles))
     q = cute.make_rmem_tensor(cute.make_layout(d // 4), Uint32)
     m = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     den = cute.make_rmem_tensor(cute.make_layout(2), Float32)
@@ -219,8 +227,9 @@ def keys_barrier(arrives):
 
 
 @cute.jit
-def keys_written(k: cutlass.Constexpr, p: cutlass.Constexpr):
-    """Consumer warps, behind the barrier that follows `write_keys`."""
+def keys_written(k: cutlass.Constexpr, waits: Boolean):
+    """Consumer warps, behind the barrier that follows the chunk's keys. waits: whether this CTA's
+    producer will ask."""
     if k.wid == 0:
-        if k.bid < task_count(k.c, p.row_tiles):
+        if waits:
             keys_barrier(True)

@@ -17,7 +17,7 @@ from cutlass import Int32, Int64, Uint32
 from cute_kernels.gpu import head, sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.board import Board, Desc
-from cute_kernels.gpu.core import arg, desc_word
+from cute_kernels.gpu.core import arg, desc_word, note_phase
 from cute_kernels.gpu.rank_plan import (
     IDS,
     LOGPROBS,
@@ -30,7 +30,7 @@ from cute_kernels.gpu.rank_plan import (
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.topk import top_k
 
-TOTAL, WRONG = WORDS + 16, WORDS + 20  # logsumexp of the row; 1 where it has none
+TOTAL, WRONG = WORDS + 24, WORDS + 28  # logsumexp of the row; 1 where it has none
 
 
 @cute.jit
@@ -119,6 +119,7 @@ def rank_row(k: cutlass.Constexpr, row: Int32):
 def rank_rows(k: cutlass.Constexpr):
     """Consumer warps of all CTAs, behind `head.publish_results` of a DRAFT step. Uses attention's
     part of shared memory, which is free when it returns."""
+    note_phase(k, k.phases + 2)
     rows, row = desc_word(k, Desc.ROWS), k.bid
     while row < rows:
         rank_row(k, row)

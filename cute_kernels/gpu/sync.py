@@ -180,6 +180,25 @@ def ld_pair_words_if(ok, addr):
     return ptx_read(code, [Uint32] * 2, addr, Uint64(KEEP), ok)
 
 
+def ld_floats_if(ok, addr, other):
+    """Four fp32 that other SMs have written, where they meet, or four times the constant `other`.
+    Without a hint to keep the line: whole rows of logits are read like that."""
+    fill = "".join(f"mov.f32 {{$w{i}}}, {{$r2}}; " for i in range(4))
+    return ptx_read(
+        "{ .reg .pred q; setp.ne.u32 q, {$r1}, 0; " + fill
+        + "@q ld.relaxed.gpu.global.L1::no_allocate.v4.f32"
+        " {{$w0},{$w1},{$w2},{$w3}}, [{$r0}]; }",
+        [Float32] * 4,
+        addr,
+        ok,
+        Float32(other),
+    )  # fmt: skip
+
+
+def ld_float(addr):
+    return ptx_read("ld.relaxed.gpu.global.L1::no_allocate.f32 {$w0}, [{$r0}];", [Float32], addr)
+
+
 def st_word(addr, value):
     code = "st.relaxed.gpu.global.L2::cache_hint.b32 [{$r0}], {$r1}, {$r2};"
     ptx_do(code, addr, value, Uint64(KEEP))
@@ -240,6 +259,10 @@ def maximum(values):
         odd = values[len(values) // 2 * 2 :]
         values = [ptx_read(code, [Float32], a, b) for a, b in pairs] + odd
     return values[0]
+
+
+def least(a, b):
+    return ptx_read("min.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
 
 
 def largest(words):
@@ -466,6 +489,11 @@ def add_shared(addr, v):
     return ptx_read("atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", [Int32], addr, v)
 
 
+def bound_shared(op, addr, v):
+    """op: min or max, of unsigned words, atomically."""
+    ptx_do(f"red.shared.{op}.u32 [{{$r0}}], {{$r1}};", addr, v)
+
+
 # -- whole warps -------------------------------------------------------------------------------
 def warp_reduce(op, v):
     """op: add, min or max, of unsigned words; the result in every lane."""
@@ -483,9 +511,7 @@ def lanes_where(condition):
 
 def lowest_bit(word):
     """Its place; the word is not 0."""
-    return ptx_read(
-        "{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", [Int32], word
-    )
+    return ptx_read("{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", [Int32], word)
 
 
 def pair_sync(pair):

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.board import MAX_ROWS, RANKS, ROW_WORDS, Board, Desc, Stamp
-from cute_kernels.gpu.core import arg, desc_word
+from cute_kernels.gpu.core import arg, desc_word, note_phase, note_time
 from cute_kernels.gpu.kv_layout import MAX_DEPTH
 from cute_kernels.gpu.rank_plan import IDS, LOGPROBS, MOST, ORIGINS, RANKED_BYTES, TABLE, TUPLES
 from cute_kernels.gpu.rank_plan import WORDS as N_ROWS
@@ -36,12 +36,6 @@ NEG_INF, INF = -float("inf"), float("inf")
 
 def board_at(k, word):
     return k.board + Int64(int(word) * 4)
-
-
-def note_time(k, stamp: Stamp):
-    """One thread of CTA 0."""
-    at = board_at(k, int(Board.STAMP) + 2 * int(stamp))
-    sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.globaltimer()))
 
 
 # -- candidates in -------------------------------------------------------------------------------
@@ -214,11 +208,11 @@ def grow_tree(k: cutlass.Constexpr):
     Uses attention's part of shared memory, which is free when it returns."""
     c, threads = k.c, k.c.warps * 32
     if k.bid == 0:
+        note_phase(k, k.phases + 3)
         drafted = cutlass.max(desc_word(k, Desc.ROWS) - desc_word(k, Desc.FIRST_DRAFTED), 0)
         used = cutlass.min(cutlass.min(drafted, desc_word(k, Desc.DEPTH)), Int32(MAX_DEPTH))
         wait_ranks(k, drafted)
-        if k.tid == 0:
-            note_time(k, Stamp.RANKED)
+        note_time(k, Stamp.RANKED)
         # a position behind the last that is used ends every prefix: no more are looked at
         for i in cutlass.range((used + c.warps - k.wid) // c.warps, unroll=1):
             load_position(k, k.wid + i * c.warps, used)
@@ -231,7 +225,7 @@ def grow_tree(k: cutlass.Constexpr):
             write_row(k, k.tid)
         if k.tid == 0:
             sync.st_word(board_at(k, Board.TREE_ROWS), Uint32(n))
-            note_time(k, Stamp.TREE)
+        note_time(k, Stamp.TREE)
         sync.consumer_sync(threads)
         if k.tid == 0:
             sync.st_release(board_at(k, Board.TREE_TAG), desc_word(k, Desc.TAG))

@@ -1,4 +1,4 @@
-"""A warp on numpy: plain device functions (those that are not `cute.jit`) run with a value per lane.
+"""A warp on numpy: plain device functions (those not `cute.jit`) run with a value per lane.
 
 `on_lanes(monkeypatch, *modules)` replaces, in the modules, what they take from the DSL and from
 `sync` and `fragments` by its meaning on arrays of 32. Shared memory is an array of bytes.
@@ -94,6 +94,7 @@ def on_lanes(monkeypatch, memory, *modules):
         maximum=lambda values: np.maximum.reduce(values),
         select=lambda condition, a, b: np.where(condition, a, b).astype(np.uint32),
         as_float=lambda v: v.view(np.float32),
+        lds_int=lambda at: memory.words(at, 1)[0].view(np.int32),
         lds_words=lambda at: memory.words(at, 4),
         lds_pair=lambda at: memory.floats(at, 2),
     )

@@ -63,9 +63,10 @@ def test_a_group_of_a_tail(monkeypatch, d, heads, splits, left):
     put_rows(memory, values_at, values)
     place = rng.permutation(64)[np.minimum(lanes.LANES, left - 1)]  # gathered from anywhere
     rows = [attention_tail.row_address(at, place, 2 * d) for at in (keys_at, values_at)]
+    memory.put(p.tails, np.stack(rows, -1).astype(np.int32))
     m, den, o = [None], [None], [np.zeros(32, np.float32)] * (d // 2)
     query = attention_tail.load_query(k, p, 0)
-    attention_tail.multiply_group(k, query, *rows, left, m, den, o)
+    attention_tail.multiply_group(k, query, p.tails, left, m, den, o)
     seen = place[:left]
     for head in range(heads):
         scores = (keys[seen] @ q[head]) * attention_blocks.score_scale(k)
