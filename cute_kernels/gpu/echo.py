@@ -8,7 +8,7 @@ position tells it: at each depth some candidates, all of them children of the on
 before goes on with. What was not told to the drafter (CONTEXT) spoils the digest.
 
 Arguments: the kernel's table. SPARE holds per CTA `echo_rules.state_words` of memory, of CTX
-positions, then PLANT (1 + the CTA that is to hang; 0: none); SPARE + 1 is CTX; DRAFT_SCRIPT is the
+positions, then PLANT (1 + the CTA that is to hang; 0: none); SPARE_TOO is CTX; DRAFT_SCRIPT is the
 drafter's script, int32 [positions, SCRIPT_WORDS].
 """
 
@@ -320,7 +320,7 @@ def make_echo(ctas: int):
         k.board, k.layers = arg(k, Arg.BOARD), Int32(arg(k, Arg.LAYERS))
         if k.wid == 0:
             if k.lane == 0:
-                memory, ctx = arg(k, Arg.SPARE), Int32(arg(k, Arg.SPARE + 1))
+                memory, ctx = arg(k, Arg.SPARE), Int32(arg(k, Arg.SPARE_TOO))
                 size = ctx + state_words(0)
                 _run_model(k, _at(memory, size * bid), _at(memory, size * ctas))
         elif bid == 0:

@@ -111,7 +111,7 @@ class Rig:
         table = np.zeros(COUNT, np.int64)
         table[Arg.BOARD], table[Arg.SERVICE] = self.board.data_ptr(), self.block.data_ptr()
         table[Arg.TOKENS], table[Arg.SPARE] = self.tokens.data_ptr(), self.own.data_ptr()
-        table[Arg.LAYERS], table[Arg.SPARE + 1] = LAYERS, ctx
+        table[Arg.LAYERS], table[Arg.SPARE_TOO] = LAYERS, ctx
         table[Arg.DRAFT_SCRIPT] = self.script.data_ptr()
         for name, area in self.areas.items():
             table[Arg[name]] = area.data_ptr()
