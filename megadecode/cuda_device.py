@@ -16,12 +16,14 @@ from cute_kernels.gpu.board import FEW_ROWS, MAX_ROWS, make_board
 from cute_kernels.gpu.buffers import draft_buffers, step_buffers
 from cute_kernels.gpu.config import Config, DraftShape
 from cute_kernels.gpu.kv_layout import PAGE
+from cute_kernels.gpu.rank_plan import RANKED_BYTES, SCRIPT_HEAD, pack_script
 from cute_kernels.gpu.service_block import Own, make_block, wire_constants
 from cute_kernels.gpu.tiles import draft_bytes, step_bytes
 from host.cuda import CudaDevice, PinnedMemory, driver
 from host.errors import DeviceError
 from host.link import Link
 from host.wire import MAX_ALTERNATIVES, Wire, make_wire
+from megadecode.acceptance import SCRIPTED, Candidates
 from megadecode.config import ModelConfig
 from megadecode.cuda_kernel import Gpu, choose_config, draft_shape, find_gpu, load_kernel
 from megadecode.device import AUTO_BUDGET, Settings, Start, Tensors
@@ -29,6 +31,7 @@ from megadecode.drafter.io import Drafter
 from megadecode.errors import DeviceUnavailable, ParameterError
 from megadecode.options import device_options
 from megadecode.sampling import SamplingParams
+from megadecode.split import StepSplit
 from megadecode.trace import PhaseFigures
 
 if TYPE_CHECKING:
@@ -48,7 +51,8 @@ OPTIONS = {
     "first_tag": (0, 2**31 - 1),
 }
 """What `Engine` passes on to this device, and its ranges; besides, `kernels`: a folder of kernels
-that another machine has built."""
+that another machine has built, and `script`: `megadecode.acceptance.Candidates` in the place of the
+drafter's, for measuring."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class CudaOptions:
     first_sequence: int = 0
     first_tag: int = 0
     kernels: str | None = None
+    script: Candidates | None = None
 
 
 @dataclass
@@ -80,12 +85,45 @@ class CudaParts:
     config: Config
     memory: dict[str, torch.Tensor]  # by the names of `arguments.Arg`
     reserve_rows: int
+    drafted: int  # positions a block of the drafter predicts; 0: there is none
 
     weights = "bf16"
 
     @property
     def wire(self) -> Wire:
         return self.link.wire
+
+    @property
+    def acceptance(self) -> str | None:
+        if not self.drafted:
+            return None
+        return SCRIPTED if "DRAFT_SCRIPT" in self.memory else "drafter"
+
+    def split(self) -> StepSplit:
+        return StepSplit.read(self.wire.control)
+
+    def set_policy(self, budget: int, chain: bool = False) -> None:
+        """Another budget from the next request on, for measuring many with one engine; the loop is
+        parked. At most the budget that the engine began with; 0: plain decoding."""
+        import torch
+
+        if not 0 <= budget < self.reserve_rows:
+            raise ParameterError(f"budget is {budget}; at most {self.reserve_rows - 1} fit here")
+        block = self.memory["SERVICE"].view(torch.int64)
+        block[int(Own.BUDGET)], block[int(Own.CHAIN)] = budget, int(chain)
+        block[int(Own.DRAFTED)] = self.drafted if budget else 0
+        torch.cuda.synchronize()
+
+    def play(self, script: Candidates) -> None:
+        """Another script from now on, on an engine that began with one; the loop is parked."""
+        import torch
+
+        packed = torch.from_numpy(pack_script(*script))
+        room = self.memory["DRAFT_SCRIPT"]
+        if len(packed) > len(room):
+            raise ParameterError(f"the script has {len(script.ids)} positions; ctx has fewer")
+        room[: len(packed)] = packed.to(room.device)
+        torch.cuda.synchronize()
 
     def refuse(self, params: SamplingParams) -> None:
         """ParameterError for what the kernel does not do yet."""
@@ -159,13 +197,14 @@ def prepare(settings: Settings, options: Mapping[str, Any]) -> Start:
 def operation_names(layers: int, draft: DraftShape | None = None) -> list[str]:
     """The phases, as hang reports name them."""
     kinds = ("qkv", "attend and out_proj", "gate_up", "down")
+    parts = ["decide", "rank", "tree", "compaction"]  # in a step's end and beginning
     names = [*(f"{kind}[{layer}]" for layer in range(layers) for kind in kinds), "head"]
     if draft is not None:
         names += [f"fc of the drafter, tap {tap}" for tap in range(draft.taps)]
         names.append("context keys and values of the drafter")
         names += [f"{kind}[{i}] of the drafter" for i in range(draft.layers) for kind in kinds]
         names.append("head of the drafter")
-    return names
+    return names + parts
 
 
 def start(
@@ -182,13 +221,14 @@ def start(
     """
     c = choose_config(config, gpu)
     draft = None if drafter is None else draft_shape(drafter.config, c)
+    drafted = 0 if drafter is None else drafter.config.drafted
     kernel = load_kernel(c, options.kernels)
     memory = _allocate(config, get, c, options, drafter, draft)
     pinned = PinnedMemory(driver())
     try:
         wire = make_wire(
             slots=1, workers=c.ctas, ctx=options.ctx, max_inflight=options.max_inflight,
-            tokens_per_step=1 + (0 if drafter is None else drafter.config.drafted),
+            tokens_per_step=1 + drafted,
             alternatives=MAX_ALTERNATIVES, request_entries=options.request_entries,
             completion_entries=options.completion_entries, pool_bytes=options.pool_bytes,
             first_sequence=options.first_sequence, allocate=pinned,
@@ -198,7 +238,7 @@ def start(
     constants = wire_constants(
         wire, pinned.device_address, ctx=options.ctx, pages=options.pages,
         park_after_ns=int(options.park_after_s * 1e9), tokens=memory["TOKENS"].data_ptr(),
-    )  # fmt: skip
+    ) | _drafting(drafter, options)  # fmt: skip
     table = _table(config, memory, constants, options, draft)
     act = memory["ACT"]
     device = CudaDevice(
@@ -224,7 +264,25 @@ def start(
             "running there keeps it waiting: park that one, or close it"
         ) from None
     reserve = 1 if draft is None else max(options.budget + 1, FEW_ROWS)
-    return CudaParts(link, device, c, memory, reserve)
+    parts = CudaParts(link, device, c, memory, reserve, drafted)
+    if draft is not None and options.script is not None:
+        parts.play(options.script)
+    return parts
+
+
+def _drafting(drafter: Drafter | None, o: CudaOptions) -> dict[Own, int]:
+    """The service block's constants of a drafter."""
+    if drafter is None:
+        return {}
+    d = drafter.config
+    return {
+        Own.DRAFT_BLOCK: d.block_size,
+        Own.DRAFTED: d.drafted,
+        Own.FIRST_DRAFTED: d.first_row,
+        Own.MASK_TOKEN: d.mask_token_id,
+        Own.BUDGET: o.budget,
+        Own.CHAIN: int(o.chain),
+    }
 
 
 def _allocate(
@@ -248,6 +306,8 @@ def _allocate(
     if draft is not None:
         kv["DRAFT_KV"] = draft.layers * block
         sizes |= draft_buffers(c, draft)
+        if o.script is not None:
+            sizes["DRAFT_SCRIPT"] = SCRIPT_HEAD + o.ctx * RANKED_BYTES
         weights += draft_bytes(c, draft)
     sizes |= kv
     positions = o.ctx + MAX_ROWS + PAGE  # a tree's and a block's reach beyond the last one
@@ -271,6 +331,8 @@ def _allocate(
         name: torch.full((size,), 255, dtype=torch.uint8, device="cuda")
         for name, size in sizes.items()
     }
+    if "DRAFT_SCRIPT" in memory:
+        memory["DRAFT_SCRIPT"].zero_()
     memory["TOKENS"] = torch.zeros(o.ctx + CHUNK_ROWS, dtype=torch.int32, device="cuda")
     memory["PAGE_TABLE"] = torch.arange(o.pages, dtype=torch.int32, device="cuda")
     return memory

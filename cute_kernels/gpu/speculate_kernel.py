@@ -1,5 +1,5 @@
-"""Ranks, the tree and compaction as kernels of their own, for tests and figures: the same device
-code on the whole kernel's registers and shared memory, without a board to wait for.
+"""Ranks, the tree, compaction and decisions as kernels of their own, for tests and figures: the
+same device code on the whole kernel's registers and shared memory, without a board to wait for.
 
 One launch is one step: the descriptor is read from the board as it is. Each CTA leaves in Arg.TIMES
 (int64 [ctas, 2], ns) when it began and when its consumer warps were done.
@@ -14,6 +14,7 @@ from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.compact import compact
 from cute_kernels.gpu.config import Config
 from cute_kernels.gpu.core import Core, arg, carve, init_barriers, memory, places
+from cute_kernels.gpu.decide import decide_rows
 from cute_kernels.gpu.kernel import register_split
 from cute_kernels.gpu.rank import rank_rows
 from cute_kernels.gpu.tree import grow_tree
@@ -23,6 +24,7 @@ PARTS = {  # what a kernel runs, in order
     "rank": (rank_rows,),
     "tree": (grow_tree,),
     "both": (rank_rows, grow_tree),
+    "decide": (decide_rows,),
 }
 DESC_WORDS = 96
 
@@ -39,7 +41,8 @@ def make_speculate(c: Config, part: str):
     """Returns (jit launcher, example arguments, launch geometry); part: of PARTS.
 
     Argument: the table arguments.Arg (LAYERS, BOARD, TIMES; of "compact" KV_POOL and PAGE_TABLE; of
-    the others RANKED, ROW_TABLE, DRAFT_LOGITS, DRAFT_COLUMNS, DRAFT_TOKENS, DRAFT_SCRIPT).
+    "decide" LOGITS, SAMPLING, ALTERNATIVES and ROW_TABLE; of the others RANKED, ROW_TABLE,
+    DRAFT_LOGITS, DRAFT_COLUMNS, DRAFT_TOKENS, DRAFT_SCRIPT).
     """
     few, many = register_split(c)
 
