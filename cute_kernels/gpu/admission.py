@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.gpu import mapped
+from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.control import (
     ENTRY,
     completion_room,
@@ -20,8 +21,18 @@ from cute_kernels.gpu.control import (
     pending_at,
     put,
 )
+from cute_kernels.gpu.core import arg
+from cute_kernels.gpu.sampling_block import offset
 from cute_kernels.gpu.service_block import PARAMS_AT, Own, Stage
-from host.wire import BLOCK_BYTES, ENTRY_WORDS, PARAMS, REQUEST, CompletionKind, FinishReason
+from host.wire import (
+    BLOCK_BYTES,
+    ENTRY_WORDS,
+    PAIRS,
+    PARAMS,
+    REQUEST,
+    CompletionKind,
+    FinishReason,
+)
 
 CHUNK_TOKENS = 256
 """Prompt tokens copied, and prompt rows run, in one step."""
@@ -53,15 +64,6 @@ def finish(s: cutlass.Constexpr, reason, position):
 def is_aborted(s):
     """1 if the slot's request is to end; for a slot in use."""
     return is_marked(s, get(s, Own.REQUEST_ID))
-
-
-@cute.jit
-def abort_slot(s: cutlass.Constexpr):
-    """End the slot's request if the host asked for it and there is room to answer; not while a
-    step runs."""
-    if get(s, Own.STAGE) != int(Stage.FREE):
-        if (is_aborted(s) != 0) & (completion_room(s) >= 1):
-            finish(s, Int32(int(FinishReason.ABORT)), Int32(0))
 
 
 @cute.jit
@@ -141,13 +143,45 @@ def _admit_head(s: cutlass.Constexpr, head: Int64):
         put(s, Own.MIN_NEW, _param(s, "min_new_tokens"))
         put(s, Own.STOP_COUNT, _param(s, "stop_count"))
         put(s, Own.BLOCK, block)
-        zeroed = (Own.COPIED, Own.KV_TOKENS, Own.NEW_TOKENS, Own.STEPS, Own.PAUSES)
+        take_sampling(s)
+        zeroed = (Own.COPIED, Own.KV_TOKENS, Own.NEW_TOKENS, Own.STEPS, Own.PAUSES, Own.CONTEXT)
         for i in cutlass.range_constexpr(len(zeroed)):
             put(s, zeroed[i], 0)
         put(s, Own.STAGE, int(Stage.PREFILL))
         put(s, Own.PENDING_HEAD, head + 1)
     return more
 
+
+@cute.jit
+def take_sampling(s: cutlass.Constexpr):
+    """How the slot's tokens are chosen, for decide.py, and what that means for its steps."""
+    logprobs, biases = _param(s, "logprobs"), _param(s, "bias_count")
+    heat = _param(s, "temperature")  # its bits, which are positive where it is
+    put(s, Own.LOGPROBS, logprobs)
+    put(s, Own.DECIDES, Int32((logprobs > 0) | (biases > 0) | (heat > 0)))
+    # the tokens with their alternatives, the terminal entry, and that of a copied prompt
+    pairs = (get_int(s, Own.DRAFTED) + 1) * (logprobs + 1)
+    put(s, Own.ENTRIES, (pairs + PAIRS - 1) // PAIRS + 2)
+    if s.lane < len(_SAMPLING_WORDS):
+        source = Int32((Int64(_SAMPLING_MAP) >> (4 * s.lane)) & 15)
+        word = mapped.ld_own_int(s.block + PARAMS_AT + 4 * Int64(source))
+        mapped.st_own_int(arg(s.k, Arg.SAMPLING) + 4 * Int64(s.lane), word)
+    cute.arch.sync_warp()
+
+
+def _words_of_sampling():
+    """Which word of PARAMS the first words of the sampling record are."""
+    found = {}
+    for name in ("temperature", "top_p", "min_p", "top_k", "seed", "logprobs", "bias_count"):
+        kind, at = PARAMS.fields[name][:2]
+        for i in range(kind.itemsize // 4):
+            found[offset(name) // 4 + i] = at // 4 + i
+    assert sorted(found) == list(range(offset("bias_ids") // 4)) and max(found.values()) < 16
+    return [found[i] for i in sorted(found)]
+
+
+_SAMPLING_WORDS = _words_of_sampling()
+_SAMPLING_MAP = sum(word << 4 * i for i, word in enumerate(_SAMPLING_WORDS))
 
 assert BLOCK_BYTES == 8 * 32
 
@@ -176,7 +210,21 @@ def copy_prompt(s: cutlass.Constexpr, upto: Int64):
         cute.arch.sync_warp()
         put(s, Own.COPIED, end)
         if end == prompt_tokens:
+            copy_biases(s, source + 4 * prompt_tokens)
             emit(s, CompletionKind.COPIED, get(s, Own.REQUEST_ID))
+
+
+@cute.jit
+def copy_biases(s: cutlass.Constexpr, source: Int64):
+    """The pairs behind the prompt: token ids, then as many biases."""
+    count = _param(s, "bias_count")
+    i, sampling = s.lane, arg(s.k, Arg.SAMPLING)
+    while i < count:
+        token, bias = mapped.ld_int(source + 4 * i), mapped.ld_int(source + 4 * (count + i))
+        mapped.st_own_int(sampling + offset("bias_ids") + 4 * Int64(i), token)
+        mapped.st_own_int(sampling + offset("bias") + 4 * Int64(i), bias)
+        i = i + 32
+    cute.arch.sync_warp()
 
 
 def token_at(s, position):

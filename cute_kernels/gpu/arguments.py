@@ -61,6 +61,7 @@ class Arg(IntEnum):
     SCRIPT_OUT = 52  # [steps, 16] records: scripted.Record
     # -- free for whoever adds a part
     SPARE = 60
+    SPARE_TOO = 61
 
 
 COUNT = 64

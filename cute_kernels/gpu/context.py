@@ -36,11 +36,11 @@ def tap_bytes(c):
 
 
 @cute.jit
-def tap_of(k: cutlass.Constexpr, layer: Int32):
-    """Which tap follows a layer of the target, -1 for none."""
+def tap_of(k: cutlass.Constexpr, layer: Int32, table: Int64):
+    """Which tap follows a layer of the target, -1 for none. table: Arg.TAP_OF; 0: no drafter."""
     tap = Int32(-1)
-    if k.draft_layers > 0:
-        at = arg(k, Arg.TAP_OF) + Int64(layer) * 4
+    if table != 0:
+        at = table + Int64(layer) * 4
         tap = ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Int32], at)
     return tap
 

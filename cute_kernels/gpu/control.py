@@ -10,10 +10,12 @@ from cutlass import Int32, Int64
 
 from cute_kernels.gpu import mapped, sync
 from cute_kernels.gpu.board import Board
-from cute_kernels.gpu.service_block import MARKS_AT, Own, Stage
+from cute_kernels.gpu.service_block import MARKS_AT, SPLITS, Own, Stage
 from host.wire import (
     COMPLETION,
     ENTRY_WORDS,
+    MAX_ALTERNATIVES,
+    PAIRS,
     REQUEST,
     SEQUENCE_WORD,
     Command,
@@ -21,18 +23,14 @@ from host.wire import (
     RequestKind,
     State,
     Word,
-    step_worst_case,
 )
 
 ENTRY = 8 * ENTRY_WORDS
-STEP_ENTRIES = step_worst_case(1, 1)
-"""Completion entries a step can write: one slot, one token."""
-
 TAKEN_PER_LOOK = 16
 """Requests taken in one look, so that a burst does not keep a step's results waiting."""
 
-DRIFT_PPM = 50
-"""How far two clocks may drift apart, at most."""
+DRIFT_SHIFT = 14
+"""Two clocks drift apart by 2^-14 (61 ppm), at most."""
 
 
 class Service:
@@ -112,17 +110,22 @@ def has_aborts(s):
 
 @cute.jit
 def drain_aborts(s: cutlass.Constexpr):
-    """Take the ids in the abort ring over as marks, looked for when there is room to answer."""
+    """Take the ids in the abort ring over as marks, looked for when there is room to answer. Of
+    two of one place (see host.wire) the newer one counts: the older request has ended."""
     if has_aborts(s):
         head, tail = get(s, Own.ABORT_HEAD), get(s, Own.ABORT_TAIL)
         add(s, Own.ABORTS_SEEN, tail - head)
         while head - tail < 0:
             i = head + s.lane
+            request_id, place = Int64(0), -1 - s.lane
             if i - tail < 0:
                 request_id = mapped.ld_word(s.abort + 8 * (i & get(s, Own.ABORT_MASK)))
+                place = Int32(request_id & (s.inflight - 1))
+            newest = mapped.last_lane(mapped.match(place))
+            if (i - tail < 0) & (newest == s.lane):
                 mapped.st_own(mark_of(s, request_id), request_id)
+            cute.arch.sync_warp()
             head = head + 32
-        cute.arch.sync_warp()
         put(s, Own.ABORT_HEAD, tail)
         if s.lane == 0:
             mapped.st_release(s.control + 8 * int(Word.ABORT_HEAD), tail)
@@ -188,15 +191,18 @@ def note_clock(s: cutlass.Constexpr, pushed_ns: Int64):
     """Learn the host's clock from a request's stamp.
 
     Device time less the stamp is the clocks' offset and the request's way here; the smallest seen
-    is nearest to the offset. It is let up a little with time, since the clocks drift.
+    is nearest to the offset. It is let up a little with time, since the clocks drift: by what is
+    left over in whole nanoseconds, the rest of the time is kept for the next request.
     """
     now = mapped.now()
-    sample = now - pushed_ns
+    offset, at = now - pushed_ns, now
     before, since = get(s, Own.CLOCK_OFFSET), get(s, Own.CLOCK_AT)
     if since != 0:
-        sample = cutlass.min(sample, before + (now - since) // 1_000_000 * DRIFT_PPM)
-    put(s, Own.CLOCK_OFFSET, sample)
-    put(s, Own.CLOCK_AT, now)
+        drift = (now - since) >> DRIFT_SHIFT
+        if before + drift < offset:
+            offset, at = before + drift, since + (drift << DRIFT_SHIFT)
+    put(s, Own.CLOCK_OFFSET, offset)
+    put(s, Own.CLOCK_AT, at)
 
 
 def host_time(s):
@@ -229,12 +235,31 @@ def emit(s: cutlass.Constexpr, kind: cutlass.Constexpr, request_id, **values):
 
 
 @cute.jit
-def emit_tokens(s: cutlass.Constexpr, request_id, token: Int32, logprob):
-    """The one token of a step."""
-    emit(
-        s, CompletionKind.TOKENS, request_id, pairs=Int32(1), accepted=Int32(1), token=[token],
-        logprob=[sync.as_int(logprob)],
-    )  # fmt: skip
+def emit_tokens(
+    s: cutlass.Constexpr, tokens: Int32, token: Int32, logprob: Int32, row: Int32, listed: Int64
+):
+    """The tokens of a step, each with its alternatives behind it, over as many entries as needed.
+
+    Lane i holds the i-th token, the bits of its log-probability and the row it came from. listed:
+    address of Arg.ALTERNATIVES.
+    """
+    request_id, each = get(s, Own.REQUEST_ID), get_int(s, Own.LOGPROBS) + 1
+    pairs, done = tokens * each, Int32(0)
+    while done < pairs:
+        pair = cutlass.min(done + s.lane, pairs - 1)
+        place = pair // each
+        rank = pair - place * each
+        mine, bits = cute.arch.shuffle_sync(token, place), cute.arch.shuffle_sync(logprob, place)
+        source = cute.arch.shuffle_sync(row, place)
+        if rank > 0:
+            at = listed + 8 * (Int64(source) * MAX_ALTERNATIVES + rank - 1)
+            mine, bits = [Int32(w) for w in sync.ld_pair_words(at)]
+        emit(
+            s, CompletionKind.TOKENS, request_id, pairs=cutlass.min(pairs - done, Int32(PAIRS)),
+            accepted=tokens, token=[cute.arch.shuffle_sync(mine, i) for i in range(PAIRS)],
+            logprob=[cute.arch.shuffle_sync(bits, i) for i in range(PAIRS)],
+        )  # fmt: skip
+        done = done + PAIRS
 
 
 @cute.jit
@@ -249,7 +274,8 @@ def emit_terminal(s: cutlass.Constexpr, request_id, reason, new_tokens, steps, p
 # -- reports -----------------------------------------------------------------------------------
 @cute.jit
 def heartbeat(s: cutlass.Constexpr, activity: Int32, rows: Int32):
-    """Show the host that the loop turns, what it does, and what is free: one line of the wire."""
+    """Show the host that the loop turns, what it does, what is free, and where steps spend their
+    time."""
     if s.lane == 0:
         is_free = Int64(0)
         if get(s, Own.STAGE) == int(Stage.FREE):
@@ -259,6 +285,10 @@ def heartbeat(s: cutlass.Constexpr, activity: Int32, rows: Int32):
         _show(s, Word.ROWS, Int64(rows), Word.FREE_PAGES, is_free * get(s, Own.PAGES))
         _show(s, Word.ACTIVITY, Int64(activity), Word.PAUSES, get(s, Own.PAUSED))
         _show(s, Word.HEARTBEAT, host_time(s), Word.STEP, get(s, Own.STEP))
+    if s.lane < SPLITS:
+        split = mapped.ld_own(s.block + 8 * (int(Own.SPLIT_STEPS) + Int64(s.lane)))
+        mapped.st_word(s.control + 8 * (int(Word.SPLIT_STEPS) + Int64(s.lane)), split)
+    cute.arch.sync_warp()
 
 
 def _show(s, first: Word, value, second: Word, other):
@@ -269,18 +299,22 @@ def _show(s, first: Word, value, second: Word, other):
 
 @cute.jit
 def sample_phases(s: cutlass.Constexpr):
-    """Copy the CTAs' phase words to the wire: where everyone is, should the device be lost."""
+    """Copy the CTAs' phase words to the wire: where everyone is, should the device be lost. Returns
+    their sum: while a step makes headway, it changes."""
+    total = Int32(0)
     for i in cutlass.range_constexpr(-(-s.ctas // 32)):
         cta = s.lane + 32 * i
         if cta < s.ctas:
-            phase = sync.ld_word(s.board + Int64((int(Board.PHASE) + cta) * 4))
-            mapped.st_word(s.control + 8 * Int64(int(Word.PHASE) + 8 * cta), Int64(Int32(phase)))
+            phase = Int32(sync.ld_word(s.board + Int64((int(Board.PHASE) + cta) * 4)))
+            mapped.st_word(s.control + 8 * Int64(int(Word.PHASE) + 8 * cta), Int64(phase))
+            total = total + phase
+    return mapped.sum_lanes(total)
 
 
 @cute.jit
-def set_state(s: cutlass.Constexpr, state: cutlass.Constexpr):
+def set_state(s: cutlass.Constexpr, state):
     if s.lane == 0:
-        mapped.st_release(s.control + 8 * int(Word.STATE), Int64(int(state)))
+        mapped.st_release(s.control + 8 * int(Word.STATE), Int64(state))
     cute.arch.sync_warp()
 
 

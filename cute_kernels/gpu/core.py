@@ -56,10 +56,10 @@ class Core:
         attention.produce_kv(k, step, layer, stage, parity, issued, landed, landed_parity) -> those
         five: the producer warp, behind qkv's weights of the layer. step: what
         attention.begin_produce(k) returned, once a step.
-        prompt.run_prompt(k, stage, parity) -> (stage, parity): consumer warps, a whole PROMPT step
-        up to but without adding 1 to DONE; prompt.produce_prompt(k, at, stage, parity, issued,
-        landed, landed_parity) -> (stage, parity, issued, landed, landed_parity): the producer, from
-        stream address `at` behind the `prefetched(k)` copies of phase 0 that it already issued.
+        prompt.run_prompt(k, kind, stage, parity) -> (stage, parity): consumer warps, a PROMPT step
+        up to but without adding 1 to DONE; prompt.produce_prompt(k, kind, stage, parity, issued,
+        landed, landed_parity) -> (stage, parity, issued, landed, landed_parity): the producer.
+        Copies that it began for another kind of step (producer.py) have been given back.
         service.run_service(k): the whole life of the service warp.
 
     The drafter. Its layers have the sizes of the target's and run through the same code; phases
@@ -116,10 +116,10 @@ def note_phase(k: cutlass.Constexpr, value: Int32):
 
 
 @cute.jit
-def note_time(k: cutlass.Constexpr, what: cutlass.Constexpr):
-    """Consumers: when CTA 0 passed a point of the step; what: board.Stamp."""
+def note_time(k: cutlass.Constexpr, what: Int32):
+    """Consumers: when CTA 0 passed a point of the step; what: a board.Stamp."""
     if (k.bid == 0) & (k.tid == 0):
-        at = k.board + Int64(int(Board.STAMP) * 4 + int(what) * 8)
+        at = k.board + int(Board.STAMP) * 4 + Int64(what) * 8
         sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.globaltimer()))
 
 

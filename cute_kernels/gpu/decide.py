@@ -212,8 +212,9 @@ def write_alternatives(k: cutlass.Constexpr, row: Int32, count: Int32):
 
 
 def log_probability(k, logit, largest):
-    """Of a raw logit; of the largest it is minus LOG_SUM, as without DECIDE."""
-    return exact.minus(exact.minus(logit, largest), number(k, W.LOG_SUM))
+    """Of a raw logit; of the largest it is minus LOG_SUM to the bit, as without DECIDE."""
+    below = exact.plus(number(k, W.LOG_SUM), exact.minus(largest, logit))
+    return sync.as_float(sync.as_bits(below) ^ Uint32(0x80000000))
 
 
 # -- one row -------------------------------------------------------------------------------------

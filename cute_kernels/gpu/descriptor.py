@@ -1,4 +1,5 @@
-"""What service.py and scripted.py have in common: parts of a descriptor, waits for a step's end."""
+"""What service.py and scripted.py have in common: rows of a tree into a descriptor, its tag, and
+the decisions about rows."""
 
 import cutlass
 import cutlass.cute as cute
@@ -17,23 +18,24 @@ from cute_kernels.gpu.board import (
 from cute_kernels.gpu.tree_rows import nibbles
 
 
-def row_at(table, row):
-    """Address of a row of ROW_TABLE."""
-    return table + Int64(row) * (ROW_WORDS * 4)
+def ask_rows(table, lane):
+    """Of a lane the row of ROW_TABLE that goes into a descriptor, eight words; lanes beyond 15 have
+    none. To be asked for before it is known how many rows the tree has."""
+    ok = Int32(lane < FEW_ROWS)
+    at = table + Int64(lane) * (ROW_WORDS * 4)
+    return [*sync.ld_words_if(ok, at), *sync.ld_words_if(ok, at + 16)]
 
 
 @cute.jit
-def put_rows(board: Int64, table: Int64, rows: Int32, lane: Int32):
-    """The first rows of ROW_TABLE into the descriptor; a warp, a lane a row. Rows beyond the 16
-    that a descriptor has are read from the table by the step itself."""
+def put_rows(board: Int64, words: cute.Tensor, rows: Int32, lane: Int32):
+    """The lanes' rows, `rows` of them, into the descriptor; words: of `ask_rows`. Rows beyond
+    the 16 that a descriptor has are read from the table by the step itself."""
     if lane < cutlass.min(rows, Int32(FEW_ROWS)):
-        at = row_at(table, lane)
-        first, path = sync.ld_words(at), sync.ld_words(at + 4 * int(RowWord.PATH))
         desc = board + desc_at(0)
         one, two = desc + 4 * Int64(lane), desc + 8 * Int64(lane)
-        sync.st_word(one + 4 * int(Desc.TOKEN), first[int(RowWord.TOKEN)])
-        sync.st_word(one + 4 * int(Desc.ROW_POSITION), first[int(RowWord.POSITION)])
-        bits = [nibbles(w) for w in path]
+        sync.st_word(one + 4 * int(Desc.TOKEN), words[int(RowWord.TOKEN)])
+        sync.st_word(one + 4 * int(Desc.ROW_POSITION), words[int(RowWord.POSITION)])
+        bits = [nibbles(words[int(RowWord.PATH) + i]) for i in range(4)]
         sync.st_word(two + 4 * int(Desc.PATH), bits[0] | (bits[1] << 16))
         sync.st_word(two + 4 * (int(Desc.PATH) + 1), bits[2] | (bits[3] << 16))
 
@@ -52,9 +54,10 @@ def decision_at(board, row):
     return board + int(Board.DECISION) * 4 + Int64(row) * 16
 
 
-def ask_decision(board, row):
-    """A row's decision as four words, and the largest of those that are waited for."""
-    words = sync.ld_words(decision_at(board, row))
+def ask_decision(board, row, ok):
+    """A row's decision as four words (zeros and no access where ok is 0), and the largest of those
+    that are waited for."""
+    words = sync.ld_words_if(ok, decision_at(board, row))
     return words, sync.largest(words[: int(Decision.FLAGS) + 1])
 
 

@@ -1,9 +1,15 @@
 """The service warp around a model that costs nothing: what the tests of the wire run on a device.
 
-Every CTA keeps a digest of the tokens and positions it was shown; a token is a function of it, so a
-prompt token that is missing, stale or out of place changes everything that follows. Logits tie on
-purpose, and a digest of BAD is a NaN. Arguments: the kernel's table; DIGEST (uint32 [ctas]) and
-PLANT (int32: 1 + the CTA that is to hang; 0: none) are read from its spare places.
+Every CTA keeps the tokens it was shown as its keys by position, those of a tree at the places of
+their rows, and a row's digest is one of all tokens before it. A token is a function of the digest,
+so a prompt token, a row or a move that is missing, stale or out of place changes everything that
+follows. Logits tie on purpose, and a digest of BAD is a NaN. The drafter says what a script by
+position tells it: at each depth some candidates, all of them children of the one that the depth
+before goes on with. What was not told to the drafter (CONTEXT) spoils the digest.
+
+Arguments: the kernel's table. SPARE holds per CTA `echo_rules.state_words` of memory, of CTX
+positions, then PLANT (1 + the CTA that is to hang; 0: none); SPARE_TOO is CTX; DRAFT_SCRIPT is the
+drafter's script, int32 [positions, SCRIPT_WORDS].
 """
 
 from types import SimpleNamespace
@@ -12,16 +18,55 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.gpu import sync
+from cute_kernels.gpu import mapped, sync
 from cute_kernels.gpu.arguments import Arg
-from cute_kernels.gpu.board import Board, Desc, Segment, desc_at, result_at
+from cute_kernels.gpu.board import (
+    ROW_WORDS,
+    Board,
+    Desc,
+    RowWord,
+    Segment,
+    Stamp,
+    desc_at,
+    result_at,
+)
 from cute_kernels.gpu.core import Core, arg
-from cute_kernels.gpu.echo_rules import BAD, PHASE, SUM, VOCAB
+from cute_kernels.gpu.descriptor import decision_at
+from cute_kernels.gpu.echo_rules import (
+    BAD,
+    HOLE,
+    LOGPROB,
+    PHASE,
+    ROW_STATE,
+    SCRIPT_WORDS,
+    SUM,
+    VOCAB,
+    state_words,
+)
+from cute_kernels.gpu.sampling_block import offset
 from cute_kernels.gpu.service import run_service
+from host.wire import MAX_ALTERNATIVES
+
+BASE, DIGEST, SEEN, KEYS = ROW_STATE, ROW_STATE + 1, ROW_STATE + 2, ROW_STATE + 8
+"""Of a CTA's memory: the position before which DIGEST goes, the drafter's first unknown position,
+and the keys."""
 
 
 def _word(k, field):
     return Int32(sync.ld_word(k.board + desc_at(int(field))))
+
+
+def _at(base, index):
+    return base + 4 * Int64(index)
+
+
+def _load(base, index):
+    return Int32(sync.ld_word(_at(base, index)))
+
+
+@cute.jit
+def _store(base: Int64, index: Int32, value):
+    sync.st_word(_at(base, index), Uint32(value))
 
 
 @cute.jit
@@ -32,8 +77,22 @@ def _digest(h: Uint32, token: Int32, position: Int32):
 
 
 @cute.jit
+def _catch_up(own: Int64, position: Int32):
+    """The digest of all keys below `position`."""
+    base, h = _load(own, Int32(BASE)), Uint32(_load(own, Int32(DIGEST)))
+    if position < base:
+        base, h = Int32(0), Uint32(0)
+    while base < position:
+        h = _digest(h, _load(own, KEYS + base), base)
+        base = base + 1
+    _store(own, Int32(BASE), base)
+    _store(own, Int32(DIGEST), h)
+    return h
+
+
+@cute.jit
 def _answer(k: cutlass.Constexpr, h: Uint32):
-    """This CTA's share of the logits: two CTAs tie, the others are one lower."""
+    """This CTA's share of the logits of row 0: two CTAs tie, the others are one lower."""
     token, winner = Int32(h % Uint32(VOCAB)), Int32((h >> 8) % Uint32(k.c.ctas))
     logit, mine = Float32(1), token + 2 + k.bid
     if (k.bid == winner) | (k.bid == (winner + 1) % k.c.ctas):
@@ -49,34 +108,200 @@ def _answer(k: cutlass.Constexpr, h: Uint32):
 
 
 @cute.jit
-def _run_model(k: cutlass.Constexpr, digest: Int64, plant: Int64, tokens: Int64):
+def _decide(k: cutlass.Constexpr, h: Uint32, row: Int32):
+    """A row's token, and its alternatives. Not greedy: shifted by what the request asks with."""
+    how = arg(k, Arg.SAMPLING)
+    shift = Int32(0)
+    if _load(how, Int32(offset("temperature") // 4)) != 0:
+        names = ("top_p", "min_p", "top_k", "seed")
+        for i in cutlass.range_constexpr(len(names)):
+            shift = shift * 3 + _load(how, Int32(offset(names[i]) // 4))
+    for i in cutlass.range(_load(how, Int32(offset("bias_count") // 4)), unroll=1):
+        token = _load(how, offset("bias_ids") // 4 + i)
+        shift = shift * 3 + token + _load(how, offset("bias") // 4 + i)
+    token = Int32((h + Uint32(shift)) % Uint32(VOCAB))
+    listed = arg(k, Arg.ALTERNATIVES)
+    for i in cutlass.range(_load(how, Int32(offset("logprobs") // 4)), unroll=1):
+        at = 2 * (row * MAX_ALTERNATIVES + i)
+        _store(listed, at, (token + 1 + i) % VOCAB)
+        _store(listed, at + 1, sync.as_bits(LOGPROB - Float32(i)))
+    flags = Uint32(0)
+    if h % Uint32(BAD) == Uint32(0):
+        flags = Uint32(1)
+    sync.fence_gpu()
+    words = [Uint32(token), sync.as_bits(Float32(LOGPROB)), flags, Uint32(0)]
+    sync.st_words(decision_at(k.board, row), words)
+
+
+def _arrive(k):
+    """This CTA has read all that it wants of the descriptor."""
+    sync.red_release(_at(k.board, int(Board.BARRIER)), Uint32(1))
+
+
+@cute.jit
+def _wait_for_all(k: cutlass.Constexpr):
+    while Int32(sync.ld_acquire(_at(k.board, int(Board.BARRIER)))) % k.c.ctas != 0:
+        sync.nap(100)
+
+
+@cute.jit
+def _note_seen(own: Int64, first: Int32, end: Int32):
+    """The drafter is shown the positions from `first` to `end`. What begins at 0 is a new text."""
+    if first == 0:
+        _store(own, Int32(BASE), Int32(0))
+    elif first != _load(own, Int32(SEEN)):
+        _store(own, Int32(KEYS), HOLE ^ _load(own, Int32(KEYS)))
+        _store(own, Int32(BASE), Int32(0))
+    _store(own, Int32(SEEN), end)
+
+
+@cute.jit
+def _verify(k: cutlass.Constexpr, own: Int64, kind: Int32):
+    """DECODE and ROWS."""
+    position, rows, table = _word(k, Desc.POSITION), _word(k, Desc.ROWS), arg(k, Arg.ROW_TABLE)
+    if position == 0:
+        _note_seen(own, position, position)
+    before = _catch_up(own, position)
+    for row in cutlass.range(rows, unroll=1):
+        token, parent, place = Int32(0), Int32(-1), position
+        if kind == int(Segment.DECODE):
+            token = _load(k.board, int(Desc.TOKEN) + row)
+            place = _load(k.board, int(Desc.ROW_POSITION) + row)
+            if place > position:
+                up = place - position - 1  # depth of the parent
+                path = _load(k.board, int(Desc.PATH) + 2 * row + (up >> 3))
+                parent = (path >> (4 * (up & 7))) & 15
+        else:
+            token = _load(table, row * ROW_WORDS + int(RowWord.TOKEN))
+            place = _load(table, row * ROW_WORDS + int(RowWord.POSITION))
+            parent = _load(table, row * ROW_WORDS + int(RowWord.PARENT))
+        h = before
+        if parent >= 0:
+            h = Uint32(_load(own, parent))
+        h = _digest(h, token, place)
+        _store(own, row, h)
+        _store(own, KEYS + position + row, token)
+    if _word(k, Desc.DECIDE) != 0:
+        _arrive(k)
+        if k.bid < rows:
+            _wait_for_all(k)
+        for row in cutlass.range(k.bid, rows, k.c.ctas, unroll=1):
+            _decide(k, Uint32(_load(own, row)), row)
+    else:
+        _answer(k, Uint32(_load(own, Int32(0))))
+
+
+@cute.jit
+def _move(k: cutlass.Constexpr, own: Int64):
+    """Keys of the accepted rows to their places; what the drafter is shown must have no gap."""
+    position, context = _word(k, Desc.POSITION), _word(k, Desc.CONTEXT)
+    first = position - context
+    for i in cutlass.range(context, unroll=1):
+        row = _load(k.board, int(Desc.ACCEPTED) + i)
+        _store(own, KEYS + first + i, _load(own, KEYS + first + row))
+    _note_seen(own, first, position)
+
+
+@cute.jit
+def _grow(k: cutlass.Constexpr, tag: Int32):
+    """CTA 0: the tree of the drafter's script."""
+    table, script = arg(k, Arg.ROW_TABLE), arg(k, Arg.DRAFT_SCRIPT)
+    position = _word(k, Desc.POSITION)
+    rows, parent, depth = Int32(0), Int32(-1), Int32(0)
+    count, lead, deepest = Int32(1), Int32(0), _word(k, Desc.DEPTH)
+    while count > 0:
+        following = Int32(-1)
+        for i in cutlass.range(count, unroll=1):
+            if rows <= _word(k, Desc.BUDGET):
+                token = _word(k, Desc.TOKEN)
+                at = (position + depth) * SCRIPT_WORDS
+                if depth > 0:
+                    token = _load(script, at + 2 + i)
+                place = rows * ROW_WORDS
+                _store(table, place + int(RowWord.TOKEN), token)
+                _store(table, place + int(RowWord.POSITION), position + depth)
+                _store(table, place + int(RowWord.PARENT), parent)
+                _store(table, place + int(RowWord.DEPTH), depth)
+                for w in cutlass.range_constexpr(4):
+                    bits = Int32(0)
+                    if parent >= 0:
+                        bits = _load(table, parent * ROW_WORDS + int(RowWord.PATH) + w)
+                    if depth >> 2 == w:
+                        bits = bits | (rows << (8 * (depth & 3)))
+                    _store(table, place + int(RowWord.PATH) + w, bits)
+                if i == lead:
+                    following = rows
+                rows = rows + 1
+        parent, depth, count = following, depth + 1, Int32(0)
+        if (parent >= 0) & (depth <= deepest):
+            count = _load(script, (position + depth) * SCRIPT_WORDS)
+            lead = _load(script, (position + depth) * SCRIPT_WORDS + 1)
+            if (_word(k, Desc.CHAIN) != 0) & (count > 1):
+                count, lead = Int32(1), Int32(0)
+    _store(k.board, Int32(int(Board.TREE_ROWS)), rows)
+    _stamp(k, Stamp.TREE)
+    sync.st_release(_at(k.board, int(Board.TREE_TAG)), tag)
+
+
+def _stamp(k, which: Stamp):
+    at = k.board + 4 * int(Board.STAMP) + 8 * int(which)
+    sync.ptx_do("st.relaxed.gpu.global.b64 [{$r0}], {$r1};", at, mapped.now())
+
+
+@cute.jit
+def _stamp_first(k: cutlass.Constexpr, which: cutlass.Constexpr):
+    if k.bid == 0:
+        _stamp(k, which)
+
+
+@cute.jit
+def _take_prompt(k: cutlass.Constexpr, own: Int64):
+    tokens, position, rows = arg(k, Arg.TOKENS), _word(k, Desc.POSITION), _word(k, Desc.ROWS)
+    for i in cutlass.range(rows, unroll=1):
+        _store(own, KEYS + position + i, _load(tokens, position + i))
+    _note_seen(own, position, position + rows)
+
+
+@cute.jit
+def _run_model(k: cutlass.Constexpr, own: Int64, plant: Int64):
     """One thread a CTA."""
     tag = Int32(sync.ld_word(k.board + int(Board.FIRST_TAG) * 4)) + 1
     phase_at = k.board + (int(Board.PHASE) + Int64(k.bid)) * 4
-    h = Uint32(sync.ld_word(digest))
     running = Int32(1)
     while running != 0:
         while sync.ld_acquire(k.board + desc_at(int(Desc.TAG))) != tag:
-            sync.ptx_do("nanosleep.u32 {$r0};", Int32(200))
-        kind, position = _word(k, Desc.KIND), _word(k, Desc.POSITION)
+            sync.nap(200)
+        kind = _word(k, Desc.KIND)
         sync.st_word(phase_at, Uint32(1 + PHASE))
-        if kind == int(Segment.DECODE):
-            h = _digest(h, _word(k, Desc.TOKEN), position)
-        if kind == int(Segment.PROMPT):
-            for i in cutlass.range(_word(k, Desc.ROWS), unroll=1):
-                at = tokens + 4 * Int64(position + i)
-                h = _digest(h, Int32(sync.ld_word(at)), position + i)
         if Int32(sync.ld_word(plant)) == k.bid + 1:
             if kind != int(Segment.LEAVE):
                 tries, since = Int32(0), Int64(0)
                 while running != 0:
                     tries, since = sync.overdue(tries, since)
-        sync.st_word(digest, h)
+        _stamp_first(k, Stamp.GATE)
+        is_silent = Int32(1)
+        if (kind == int(Segment.DECODE)) | (kind == int(Segment.ROWS)):
+            _stamp_first(k, Stamp.HEAD)
+            sync.st_word(phase_at, Uint32(0))
+            _verify(k, own, kind)
+            is_silent = Int32(0)
+        elif kind == int(Segment.PROMPT):
+            _take_prompt(k, own)
+        elif kind == int(Segment.DRAFT):
+            _move(k, own)
+            _stamp_first(k, Stamp.COMPACTED)
+            _stamp_first(k, Stamp.CONTEXT)
+            _stamp_first(k, Stamp.DRAFTED)
+            is_silent = Int32(_word(k, Desc.ROWS) == 0)
         sync.st_word(phase_at, Uint32(0))
-        if kind == int(Segment.DECODE):
-            _answer(k, h)
-        else:
+        sync.fence_gpu()
+        if is_silent != 0:
             sync.red_release(k.board + int(Board.DONE) * 4, Uint32(1))
+        elif kind == int(Segment.DRAFT):
+            _arrive(k)
+            if k.bid == 0:
+                _wait_for_all(k)
+                _grow(k, tag)
         if kind == int(Segment.LEAVE):
             running = Int32(0)
         tag = tag + 1
@@ -95,8 +320,9 @@ def make_echo(ctas: int):
         k.board, k.layers = arg(k, Arg.BOARD), Int32(arg(k, Arg.LAYERS))
         if k.wid == 0:
             if k.lane == 0:
-                own = arg(k, Arg.SPARE) + 4 * Int64(bid)
-                _run_model(k, own, arg(k, Arg.SPARE) + 4 * ctas, arg(k, Arg.TOKENS))
+                memory, ctx = arg(k, Arg.SPARE), Int32(arg(k, Arg.SPARE_TOO))
+                size = ctx + state_words(0)
+                _run_model(k, _at(memory, size * bid), _at(memory, size * ctas))
         elif bid == 0:
             run_service(k)
 

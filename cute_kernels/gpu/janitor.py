@@ -5,9 +5,21 @@ gather of gate/up in layer l has seen words of `o`, every CTA has finished qkv o
 it every read of layer l - 1 (whoever computes in layer l - 1 without publishing into qkv of layer l
 has published into somebody who does): the janitor clears this CTA's share of that copy and fences.
 Consumers wait for that clearing before they report the gather of layer l + 1, so it is ordered
-before every word this CTA publishes after that; and the copy is not awaited again before layer
-l + 2, by readers that have seen such words. The clearing has a whole layer to complete, off the
-critical path. On LEAVE the last layer's copy is cleared too, so a launch always begins with copy 0
+before every word this CTA publishes after that, its h of layer l + 1 first; and the copy is not
+awaited again before layer l + 2, by readers that have seen such words: of all CTAs in `down` of
+layer l + 1, or in qkv of layer l + 2, whose words of x depend on those. A CTA with a tile of
+neither could begin the attention of layer l + 2 too early: tiles.make_plan refuses such a plan.
+The clearing has a whole layer to complete, off the critical path.
+
+Layers count on through the steps, a DRAFT step's after those of the DECODE step before it, with the
+same argument: the drafter's layers are phases like the target's, and its first, like the target's,
+takes embeddings where others take words of x. Between steps nothing is left to argue, since results
+are published behind the last clearing, and a step begins when all have been: what is not cleared
+then is the last layer's copy, which is cleared in the first layer of the next step, fenced before
+its second layer or, where it has one layer only, before its results, and awaited again in the
+third. Rows to clear are those of the layer that wrote the copy. PROMPT, ROWS and a DRAFT step
+without rows use none of these copies. What the drafter's context hands on lies elsewhere
+(context.py). On LEAVE the last layer's copy is cleared too, so a launch always begins with copy 0
 and all copies EMPTY.
 """
 

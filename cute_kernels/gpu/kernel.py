@@ -11,9 +11,10 @@ attention and o + residual, gate/up and SiLU x up, down + residual: every CTA co
 columns (tiles.py) and publishes them as words that the next phase's readers poll (sync.py). The
 head leaves logits and every CTA its results; the service warp merges them: the next token.
 
-Weights do not depend on tokens: the producer issues the first phase of the next step, as far as the
-ring goes, before it is told what the step is. KV and everything else only after. On LEAVE it waits
-for what it issued.
+A DRAFT step: compaction, the drafter's context (context.py), then its layers through the same code
+as the target's, only attention is another, and its head; the tree of its candidates. Behind it, and
+behind every step whose rows are to be decided, CTA r takes the results of row r. PROMPT and ROWS:
+prompt.py. What the producer begins before it is told what the step is: producer.py.
 
 Activation buffers rotate, and what was read is set back to EMPTY: janitor.py.
 
@@ -76,7 +77,7 @@ def pass_gate(k: cutlass.Constexpr, tag: Int32, turn: Int32):
         with cute.arch.elect_one():
             sync.arrive(k.told)
     sync.wait_parity_idle(k.told, turn & 1)
-    note_time(k, Stamp.GATE)
+    note_time(k, Int32(int(Stamp.GATE)))
 
 
 # -- the consumers -----------------------------------------------------------------------------
@@ -118,9 +119,7 @@ def run_consumers(k: cutlass.Constexpr, parts: cutlass.Constexpr):
                     stage, parity = call(parts.prompt, "run_prompt", k, kind, stage, parity)
         if cutlass.const_expr(parts.decide is not None):
             if desc_word(k, Desc.DECIDE) != 0:  # DECODE, ROWS
-                note_time(k, Stamp.HEAD)
                 call(parts.decide, "decide_rows", k)
-                note_time(k, Stamp.DECIDED)
         note_phase(k, Int32(0))
         if (has_results == False) & (kind != int(Segment.ROWS)):  # noqa: E712
             sync.consumer_sync(k.c.warps * 32)
@@ -134,16 +133,15 @@ def prepare_draft(k: cutlass.Constexpr, parts: cutlass.Constexpr, stage: Int32, 
     """What comes before the block: accepted rows to their places, the drafter's context."""
     if cutlass.const_expr(parts.compact is not None):
         call(parts.compact, "compact", k)
-    note_time(k, Stamp.COMPACTED)
+    note_time(k, Int32(int(Stamp.COMPACTED)))
     stage, parity, which = call(parts.context, "run_context", k, stage, parity, which)
-    note_time(k, Stamp.CONTEXT)
+    note_time(k, Int32(int(Stamp.CONTEXT)))
     return stage, parity, which
 
 
 @cute.jit
 def grow_tree(k: cutlass.Constexpr, parts: cutlass.Constexpr):
-    """What comes behind the block's head. The tree notes its times itself, before its tag."""
-    note_time(k, Stamp.DRAFTED)
+    """What comes behind the block's head."""
     if cutlass.const_expr(parts.rank is not None):
         call(parts.rank, "rank_rows", k)
     if cutlass.const_expr(parts.tree is not None):
@@ -170,9 +168,9 @@ def decode_step(
     rows = desc_word(k, Desc.ROWS)
     first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
     base, layers, logits, norm = Int32(0), k.layers, arg(k, Arg.LOGITS), arg(k, Arg.FINAL_NORM)
-    tap, features = Int32(-1), Int64(0)
+    tap, features, tap_table = Int32(-1), Int64(0), Int64(0)
     if cutlass.const_expr(c.draft):
-        features = arg(k, Arg.FEATURES)
+        features, tap_table = arg(k, Arg.FEATURES), arg(k, Arg.TAP_OF)
         if drafts:
             base, layers = block_phase(k), k.draft_layers
             first, logits, norm = base, arg(k, Arg.DRAFT_LOGITS), arg(k, Arg.DRAFT_NORM)
@@ -209,7 +207,7 @@ def decode_step(
             if cutlass.const_expr(c.draft):  # early: its latency is hidden behind the phase
                 tap = Int32(-1)
                 if drafts == False:  # noqa: E712 - a run-time value
-                    tap = tap_of(k, layer)
+                    tap = tap_of(k, layer, tap_table)
             stage, parity, which = run_phase(
                 k, gu, rows, phase, cur + b.y, cur + b.h, cur, stats, dirty, count,
                 stage, parity, which,
@@ -228,6 +226,7 @@ def decode_step(
         dirty = Int32(0)
     if count > 0:
         sync.wait_parity(k.cleared, (count - 1) & 1)
+    note_time(k, sync.select_int(drafts, Int32(int(Stamp.DRAFTED)), Int32(int(Stamp.HEAD))))
     head.publish_results(k, rows, stats)
     return stage, parity, which, count, dirty, before, cur
 

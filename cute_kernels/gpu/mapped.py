@@ -28,6 +28,10 @@ def ld_word(addr):
     return ptx_read("ld.relaxed.sys.global.b64 {$w0}, [{$r0}];", [Int64], addr)
 
 
+def ld_int(addr):
+    return ptx_read("ld.relaxed.sys.global.b32 {$w0}, [{$r0}];", [Int32], addr)
+
+
 def ld_words(addr):
     """Four 32-bit words."""
     code = "ld.relaxed.sys.global.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
@@ -51,6 +55,11 @@ def fence():
     ptx_do("fence.sc.sys;")
 
 
+def ld_gpu(addr):
+    """A word that another SM has written."""
+    return ptx_read("ld.relaxed.gpu.global.b64 {$w0}, [{$r0}];", [Int64], addr)
+
+
 # -- device memory that only this warp touches -------------------------------------------------
 def ld_own(addr):
     return ptx_read("ld.global.b64 {$w0}, [{$r0}];", [Int64], addr)
@@ -62,6 +71,10 @@ def ld_own_int(addr):
 
 def st_own(addr, value):
     ptx_do("st.global.b64 [{$r0}], {$r1};", addr, value)
+
+
+def st_own_int(addr, value):
+    ptx_do("st.global.b32 [{$r0}], {$r1};", addr, value)
 
 
 def st_own_words(addr, words):
@@ -88,6 +101,29 @@ def ballot(condition):
         [Uint32],
         Int32(condition),
     )
+
+
+def match(value):
+    """A bit for every lane that has this lane's value."""
+    code = "match.any.sync.b32 {$w0}, {$r0}, 0xffffffff;"
+    return ptx_read(code, [Uint32], Int32(value))
+
+
+def first_lane(lanes):
+    """The lowest lane in a mask that is not empty."""
+    code = "{ .reg .b32 t; brev.b32 t, {$r0}; clz.b32 {$w0}, t; }"
+    return ptx_read(code, [Int32], lanes)
+
+
+def last_lane(lanes):
+    """The highest lane in a mask that is not empty."""
+    return ptx_read("{ .reg .b32 t; clz.b32 t, {$r0}; sub.s32 {$w0}, 31, t; }", [Int32], lanes)
+
+
+def sum_lanes(value):
+    """Of all lanes, in every lane."""
+    code = "redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;"
+    return ptx_read(code, [Int32], Int32(value))
 
 
 # -- entries -----------------------------------------------------------------------------------

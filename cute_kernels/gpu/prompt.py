@@ -119,7 +119,7 @@ def ends_of(k, p, name, kind, phase):
     if name == "down":
         if not p.draft:
             return Ends(h, x)
-        tap = tap_of(k, phase >> 2)
+        tap = tap_of(k, phase >> 2, arg(k, Arg.TAP_OF))
         return Ends(h, x, tap=feature_address(k, arg(k, Arg.FEATURES), tap))
     if not p.draft:
         return Ends(a, x)

@@ -48,15 +48,20 @@ def one_of(four, i):
     return sync.select((i & 2) != 0, high, low)
 
 
-def first_reach(k, position, key):
+def first_reach(k, position, keys):
     """Of the likeliest token: its E 2^32, or somewhat more."""
     top = word(k, W.TOP)
-    coin = one_of(exact.numbers(top >> 2, position, key), top & 3)
+    coin = one_of(exact.numbers(top >> 2, position, keys), top & 3)
     left = (NUMBERS - Float32(coin)) * (1.0 / NUMBERS)
     # 1 - w comes out as 0 at worst, where E is 22.9
     left = sync.maximum([left, Float32(2.0**-33)])
     e = -LN_2 * cute.math.log2(left, fastmath=True)
     return (e * (1.0 + SLACK) + 1e-6) * NUMBERS
+
+
+def limit(z, cut, largest, scale, reach):
+    """A token's number must be below this to beat what set the reach."""
+    return sync.choose(z >= cut, exp2((z - largest) * scale) * reach, 0.0)
 
 
 @cute.jit
@@ -83,7 +88,7 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
              min_p: Float32, seed_low: Uint32, seed_high: Uint32):  # fmt: skip
     """All consumer warps; what is left is the prefix (CUT, LAST) as far as min-p goes. The warps'
     winners into the list's place: `winner`."""
-    threads, key = k.c.warps * 32, (seed_low, seed_high)
+    threads, keys = k.c.warps * 32, exact.round_keys(seed_low, seed_high)
     largest, cut, last = number(k, W.LARGEST), number(k, W.CUT), word(k, W.LAST)
     if min_p > 0.0:
         least, stays = exact.min_p_cut(largest, temperature, min_p)
@@ -94,7 +99,7 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
             cut, last = least, end
     scale = sync.least(exact.inverse_temperature(temperature) * LOG2_E, Float32(HIGHEST))
     if k.tid == 0:
-        put(k, W.REACH, first_reach(k, position, key))
+        put(k, W.REACH, first_reach(k, position, keys))
     sync.consumer_sync(threads)
     listed = word(k, W.KEPT)
     items = sync.select_int(listed >= 0, listed, Int32(quads(k)))
@@ -107,9 +112,9 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
         load_items(k, row, first + QUADS * threads, listed, coming, following)
         reach, hits = number(k, W.REACH), Int32(0)
         for i in cutlass.range_constexpr(QUADS):
-            limits = [exp2((now[4 * i + e] - largest) * scale) * reach for e in range(4)]
+            limits = [limit(now[4 * i + e], cut, largest, scale, reach) for e in range(4)]
             if sync.maximum(limits) >= 0.5:
-                coins = exact.numbers(blocks[i], position, key)
+                coins = exact.numbers(blocks[i], position, keys)
                 for e in cutlass.range_constexpr(4):
                     left = in_prefix(now[4 * i + e], 4 * blocks[i] + e, cut, last)
                     hit = left & Int32(Float32(coins[e]) < limits[e])
@@ -122,7 +127,7 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
                 block = sync.select_int((bit >> 2) == i, blocks[i], block)
             token = 4 * block + (bit & 3)
             z = sync.ld_float(row + Int64(token) * 4)
-            coin = one_of(exact.numbers(block, position, key), bit & 3)
+            coin = one_of(exact.numbers(block, position, keys), bit & 3)
             # another thread may have come nearer in the meantime
             if Float32(coin) < exp2((z - largest) * scale) * number(k, W.REACH):
                 score = exact.score(z, largest, temperature, coin)

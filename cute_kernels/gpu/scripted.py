@@ -12,9 +12,18 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import head, sync
 from cute_kernels.gpu.arguments import Arg
-from cute_kernels.gpu.board import FEW_ROWS, MAX_ROWS, Board, Decision, Desc, Segment, desc_at
+from cute_kernels.gpu.board import (
+    FEW_ROWS,
+    MAX_ROWS,
+    ROW_WORDS,
+    Board,
+    Decision,
+    Desc,
+    Segment,
+    desc_at,
+)
 from cute_kernels.gpu.core import arg
-from cute_kernels.gpu.descriptor import ask_decision, clear_decision, put_rows, put_tag
+from cute_kernels.gpu.descriptor import ask_decision, ask_rows, clear_decision, put_rows, put_tag
 from cute_kernels.gpu.script import FREE, RECORD, SCRIPT_WORDS, TREE
 from cute_kernels.gpu.sync import ptx_read
 
@@ -53,7 +62,10 @@ def publish(k: cutlass.Constexpr, entry: Int64, tag: Int32, token: Int32):
         word = word + 32
     cute.arch.sync_warp()
     if is_tree != 0:
-        put_rows(k.board, arg(k, Arg.ROW_TABLE), rows, k.lane)
+        found = cute.make_rmem_tensor(cute.make_layout(ROW_WORDS), Uint32)
+        for i, w in enumerate(ask_rows(arg(k, Arg.ROW_TABLE), k.lane)):
+            found[i] = w
+        put_rows(k.board, found, rows, k.lane)
     put_tag(k.board, tag, k.lane)
     return kind, rows
 
@@ -103,10 +115,10 @@ def take_decisions(k: cutlass.Constexpr, out: Int64, rows: Int32):
     """The decisions of all rows, set back to EMPTY; the token of row 0."""
     token = Int32(0)
     for row in cutlass.range(rows, unroll=1):
-        words, worst = ask_decision(k.board, row)
+        words, worst = ask_decision(k.board, row, Int32(1))
         tries, since = Int32(0), Int64(0)
         while worst == sync.EMPTY:
-            words, worst = ask_decision(k.board, row)
+            words, worst = ask_decision(k.board, row, Int32(1))
             tries, since = sync.overdue(tries, since)
         words = [sync.as_int(w) for w in words]
         if row == 0:

@@ -68,12 +68,26 @@ def make_plan(c: Config, layers: int, draft: DraftShape | None = None) -> np.nda
     Elsewhere tiles are consecutive, and a remainder goes to those with the shortest streams so far.
     """
     plan = assign(c, target_phases(c, layers))
+    _check_hand_offs(c, target_phases(c, layers), plan)
     if draft is None:
         return plan
     own = assign(c, draft_phases(c, draft))
+    _check_hand_offs(c, draft_phases(c, draft), own)
     if not draft.columns:
         own[:, -1] = plan[:, -1]
     return np.concatenate([plan, own], 1)
+
+
+def _check_hand_offs(c: Config, phases: list[tuple[str, int]], plan: np.ndarray) -> None:
+    """Every CTA has a tile of a layer's `down` or of the next layer's qkv: see janitor.py."""
+    for p in range(1, len(phases)):
+        if (phases[p - 1][0], phases[p][0]) == ("down", "qkv"):
+            idle = np.flatnonzero((plan[:, p - 1, 1] == 0) & (plan[:, p, 1] == 0))
+            if idle.size:
+                raise ValueError(
+                    f"{c.shape.name}: CTA {idle[0]} has a tile neither of down nor of the next"
+                    f" layer's qkv; use fewer CTAs (now {c.ctas})"
+                )
 
 
 def assign(c: Config, phases: list[tuple[str, int]]) -> np.ndarray:

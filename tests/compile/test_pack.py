@@ -83,6 +83,13 @@ def test_the_drafters_phases_follow_the_targets(name, columns):
         assert np.array_equal(plan[:, -1], plan[:, 8])
 
 
+def test_every_cta_hears_of_the_layer_before():
+    """janitor.py: of `down` or of the next qkv."""
+    c = product("smollm2-135m", ctas=200, splits=32)
+    with pytest.raises(ValueError, match="has a tile neither of down nor of the next"):
+        make_plan(c, 2)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_residual_stays_with_its_cta(name):
     """A CTA finishes the same tiles in `o` and in `down`, in the same order."""

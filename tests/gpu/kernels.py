@@ -40,6 +40,14 @@ def scripted() -> dict[str, Config]:
     return {f"matrices-{name}": matrices(name) for name in SHAPES} | whole
 
 
+def drafting() -> dict[str, Config]:
+    """Kernels whose DRAFT steps are compared with torch, by file name. SmolLM2's has room for its
+    own drafter: five taps, the whole vocabulary."""
+    found = {f"draft-{name}": small(name) for name in ("llama-3.2-1b", "qwen3-8b", "odd-960")}
+    own = dataclasses.replace(SHAPES["smollm2-135m"], layers=6)
+    return {"draft-smollm2-135m": product(own)} | found
+
+
 def prompts() -> dict[str, tuple[Config, Callable]]:
     """The prompt segment ("all") and its parts, by file name."""
     from cute_kernels.gpu.prompt_kernel import make_prompt
@@ -84,7 +92,7 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
     }
     for name, (c, make) in prompts().items():
         makers[name] = partial(build.build, f"{name} {c}", make, c.arch, cache)
-    for name, c in (scripted() | timed()).items():
+    for name, c in (scripted() | drafting() | timed()).items():
         makers[name] = partial(build.build_kernel, c, "script", cache)
     for name in names or makers:
         start = time.perf_counter()

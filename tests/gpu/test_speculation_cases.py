@@ -21,7 +21,6 @@ if missing := [name for name in NEEDED if name not in os.environ]:
     pytest.skip(f"not set: {', '.join(missing)}", allow_module_level=True)
 
 from cute_kernels.gpu.rank_plan import RANKED_BYTES, unpack_candidates  # noqa: E402
-
 from megadecode import ParameterError  # noqa: E402
 from megadecode.acceptance import propose  # noqa: E402
 from megadecode.models.load import load_model  # noqa: E402
