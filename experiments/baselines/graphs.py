@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,20 +11,18 @@ import torch
 class Captured:
     """`work(keys)` captured once for each number of keys that attention reads, then replayed.
 
-    enabled=False: never captured. Graphs share one memory pool: they are never replayed at the same
-    time. Capturing runs the work, so it is done ahead of a request, when no state matters yet.
+    pool: of graphs that are never replayed at the same time (`torch.cuda.graph_pool_handle`); None:
+    the work is never captured. Capturing runs the work, so it is done ahead of a request, when no
+    state matters yet.
     """
 
-    _pool: Any = None
-
-    def __init__(self, work: Callable[[int], None], device: torch.device, enabled: bool) -> None:
-        self._work = work
-        self._enabled = enabled and device.type == "cuda"
+    def __init__(self, work: Callable[[int], None], pool: Any) -> None:
+        self._work, self._pool = work, pool
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def prepare(self, keys: int) -> None:
         """Warm up on a side stream, as capturing wants, then record."""
-        if not self._enabled or keys in self._graphs:
+        if self._pool is None or keys in self._graphs:
             return
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -34,14 +32,17 @@ class Captured:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=Captured._pool):
+        with torch.cuda.graph(graph, pool=self._pool):
             self._work(keys)
-        Captured._pool = graph.pool()
         self._graphs[keys] = graph
 
     def __call__(self, keys: int) -> None:
-        """KeyError if it was not prepared for that many keys."""
-        if self._enabled:
+        """KeyError if it was not prepared for so many keys."""
+        if self._pool is not None:
             self._graphs[keys].replay()
         else:
             self._work(keys)
+
+    def __iter__(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """The graphs, for who times them."""
+        return iter(self._graphs.values())

@@ -63,6 +63,8 @@ class Baseline:
         self.length = 0
         self.clock = Clock()
         self.dynamic = setup.attention == "sdpa"
+        capture = self.captured and self.core.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if capture else None
 
     def graph(self, *parts: str) -> Captured:
         """The named parts of the core, one after another, as one graph."""
@@ -75,7 +77,7 @@ class Baseline:
                 else:
                     getattr(core, part)()
 
-        return Captured(work, core.device, self.captured)
+        return Captured(work, self._pool)
 
     def graphs(self) -> list[Captured]:
         """What is captured ahead of a request."""
