@@ -6,8 +6,7 @@ Each rival of `experiments.baselines`, N rows, one sequence. `tokens`: what it w
 prompts, judged by the fp32 model: a token that fp32 would not have chosen is listed with how far
 its logit lies below the largest. `steps`: time of a step behind a context of random keys, each step
 committing a fixed number of tokens, so that nothing depends on the text: wall time of the whole
-loop, and device time of each graph replayed alone. With `--verify KERNELS` the persistent kernel's
-step is measured beside them.
+loop, and device time of each graph replayed alone.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ MOST_SDPA = 16384  # beyond it torch's masked attention takes tens of millisecon
 
 
 def setup_of(form: str, weights: Any, drafter: Any, ctx: int, args: Any, **more: Any) -> Setup:
-    kind, options = FORMS[form]
-    options = dict(rows=args.rows) | options
+    options = dict(rows=args.rows) | FORMS[form][1]
     if args.device == "cpu":  # what a GPU's kernels and compiler do, plainly
         options |= dict(attention="sdpa", fused=False)
     return Setup(weights, drafter, ctx=ctx, device=args.device, **options, **more)
@@ -101,6 +99,11 @@ def timed(rival: Baseline, context: int, steps: int, rounds: int) -> dict[str, A
     return row
 
 
+def context_of(args: argparse.Namespace) -> int:
+    """One size of the caches for all of a run, so that everything is compiled once."""
+    return int(max(*args.contexts, 512) + (args.steps + 8) * COMMITTED)
+
+
 def forget() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -110,14 +113,15 @@ def forget() -> None:
 def check_tokens(form: str, weights: Any, drafter: Any, args: Any) -> dict[str, Any]:
     """What a rival writes behind the prompts, against fp32."""
     prompts = json.loads(PROMPTS.read_text())[: args.prompts]
-    rival = make(FORMS[form][0], setup_of(form, weights, drafter, 512, args))
+    rival = make(FORMS[form][0], setup_of(form, weights, drafter, context_of(args), args))
     differ, largest, steps, tokens, seconds, texts = 0, 0.0, 0, 0, 0.0, []
     for prompt in prompts:
         made = rival.generate(prompt, args.tokens)
         below = gaps(weights, args.device, prompt, made.tokens)
         differ += sum(gap > 0 for gap in below)
         largest = max(largest, *below)
-        steps, tokens, seconds = steps + made.steps, tokens + sum(made.step_tokens), seconds + made.seconds
+        steps, tokens = steps + made.steps, tokens + sum(made.step_tokens)
+        seconds += made.seconds
         texts.append(made.tokens)
     return {
         "tokens": sum(map(len, texts)), "not_fp32_s_choice": differ, "largest_gap": largest,
@@ -176,11 +180,10 @@ def measure(name: str, args: argparse.Namespace, failed: dict[str, str]) -> dict
                 if FORMS[form][1]["attention"] == "sdpa" and context > MOST_SDPA:
                     continue
                 steps = 6 if form == "eager" else args.steps
-                ctx = context + (steps + 8) * COMMITTED
-                rival = make(
-                    FORMS[form][0],
-                    setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1),
+                options = setup_of(
+                    form, rounded, drafter, context_of(args), args, forced=COMMITTED - 1
                 )
+                rival = make(FORMS[form][0], options)
                 row["steps"][str(context)] = timed(rival, context, steps, args.rounds)
                 del rival
                 forget()
@@ -190,8 +193,8 @@ def measure(name: str, args: argparse.Namespace, failed: dict[str, str]) -> dict
         row["seconds"] = time.perf_counter() - begun
         if row["steps"]:
             out[form] = row
-        print(name, form, f"{row['seconds']:.1f} s", json.dumps({k: round(v["us"]) for k, v in row["steps"].items()}),
-              {k: v for k, v in row.get("text", {}).items()}, flush=True)  # fmt: skip
+        us = {n: round(step["us"]) for n, step in row["steps"].items()}
+        print(f"{name}, {form}: {row['seconds']:.1f} s", us, row.get("text", ""), flush=True)
     return out
 
 

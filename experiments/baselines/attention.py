@@ -25,7 +25,9 @@ class Sdpa:
         self.bias: torch.Tensor | None = None
         self.keys = 0
 
-    def begin(self, keys: int, length: torch.Tensor, tree: torch.Tensor, like: torch.Tensor) -> None:
+    def begin(
+        self, keys: int, length: torch.Tensor, tree: torch.Tensor, like: torch.Tensor
+    ) -> None:
         """Make the mask of a step: once, for all layers."""
         self.keys = keys
         at = torch.arange(keys, device=like.device)
@@ -66,7 +68,9 @@ class Triton:
         )
         self._length = self._tree = torch.zeros(0)
 
-    def begin(self, keys: int, length: torch.Tensor, tree: torch.Tensor, like: torch.Tensor) -> None:
+    def begin(
+        self, keys: int, length: torch.Tensor, tree: torch.Tensor, like: torch.Tensor
+    ) -> None:
         self._length, self._tree = length, tree
 
     def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

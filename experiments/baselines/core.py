@@ -72,7 +72,9 @@ class Core:
         self.capacity = -(-room // STRETCH) * STRETCH
         self.trash = self.capacity - 1
         self.target = Target(setup.weights, device, dtype, self.capacity, setup.fused)
-        self.draft_model = Draft(drafter, self.target, self.capacity, setup.fused) if drafter else None
+        self.draft_model = (
+            Draft(drafter, self.target, self.capacity, setup.fused) if drafter else None
+        )
         self.taps: Sequence[int] = drafter.config.taps if drafter else ()
         self.attend = make_attention(
             setup.attention, self.rows, c.heads, c.kv_heads, c.head_dim, device,
@@ -94,7 +96,12 @@ class Core:
             self.draft_attends.setdefault(
                 window,
                 make_attention(
-                    self.setup.attention, d.block_size, d.heads, d.kv_heads, d.head_dim, device,
+                    self.setup.attention,
+                    d.block_size,
+                    d.heads,
+                    d.kv_heads,
+                    d.head_dim,
+                    device,
                     window,
                 ),
             )
@@ -150,9 +157,9 @@ class Core:
             part = ids[start : start + CHUNK]
             at = torch.arange(start, start + len(part), device=self.device)
             attend = _Causal(start, self.target.config.kv_heads)
-            hidden, features = self.target.forward(part, at, at, attend, self.taps)
+            hidden, features = self.target.forward(part, at, at, attend, self.taps, prompt=True)
             if self.draft_model:
-                self.draft_model.absorb(features, at, at)
+                self.draft_model.absorb(features, at, at, prompt=True)
         first = self.target.decide(hidden[-1:])
         self._begin(len(prompt))
         self.anchor.copy_(first)

@@ -279,7 +279,7 @@ class DeviceTreeLoop(HostTree):
 
 class WholeStep(Baseline):
     """The whole step is one graph. `ahead` replays are in flight before the host reads the oldest
-    one's tokens, so that the device waits for the host only where the host is slower than a step."""
+    one's tokens: the device waits for the host only where the host is slower than a step."""
 
     name = "graph_whole_step"
     ahead = 2

@@ -13,9 +13,9 @@ from megadecode.drafter.config import SLIDING, DrafterConfig
 from megadecode.drafter.find import choose_drafter
 from megadecode.drafter.io import Drafter, tensor_shapes
 from megadecode.models.load import load_model
-from megadecode.presets import Preset
 from megadecode.models.store import DEFAULT_MODEL
 from megadecode.models.weights import Weights
+from megadecode.presets import Preset
 
 
 class OnDevice:

@@ -49,6 +49,26 @@ def _leave(
     return x, F.rms_norm(x, norm.shape, norm, eps)
 
 
+def _context(
+    features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, fc: torch.Tensor,
+    norm: torch.Tensor, kv: torch.Tensor, k_norms: torch.Tensor, shape: tuple[int, int, int, int],
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """A drafter's keys and values [layers, kv heads, rows, head_dim] from features."""
+    context = F.rms_norm(F.linear(features, fc), norm.shape, norm, eps)
+    joint = F.linear(context, kv).view(len(features), *shape)
+    k = F.rms_norm(joint[:, :, 0], shape[-1:], None, eps) * k_norms
+    k = rotate(k, cos[:, None, None], sin[:, None, None])
+    return k.permute(1, 2, 0, 3), joint[:, :, 1].permute(1, 2, 0, 3)
+
+
+def compiled(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Fused for exactly the shapes it is called with, however many those are."""
+    torch._dynamo.config.recompile_limit = 64
+    made: Callable[..., Any] = torch.compile(work, dynamic=False)
+    return made
+
+
 class Stack:
     """Decoder layers with their cache [layers, kv heads, positions, head_dim].
 
@@ -64,25 +84,27 @@ class Stack:
         self.cos, self.sin = tables
         self.keys = torch.zeros(len(layers), *cache, dtype=norm.dtype, device=norm.device)
         self.values = torch.zeros_like(self.keys)
-        wrap: Callable[[Any], Any] = torch.compile if fused else lambda f: f
-        self._enter, self._between, self._leave = wrap(_enter), wrap(_between), wrap(_leave)
+        self._parts = _enter, _between, _leave
+        self._fused = tuple(map(compiled, self._parts)) if fused else self._parts
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend,
-        taps: Sequence[int] = (),
+        taps: Sequence[int] = (), prompt: bool = False,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-        """Normed hidden states [rows, hidden], and the residual stream behind the taps."""
+        """Normed hidden states [rows, hidden], and the residual stream behind the taps. prompt:
+        any number of rows, so nothing is compiled for it."""
+        enter, between, leave = self._parts if prompt else self._fused
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         found: dict[int, torch.Tensor] = {}
         caches = list(zip(self.keys, self.values))
-        q = self._enter(x, cos, sin, slots, *caches[0], *self.layers[0][0])
+        q = enter(x, cos, sin, slots, *caches[0], *self.layers[0][0])
         for i, (_, behind) in enumerate(self.layers):
             attended = attend(q, *caches[i])
             if i + 1 < len(self.layers):
                 ahead = self.layers[i + 1][0]
-                x, q = self._between(x, attended, behind, cos, sin, slots, *caches[i + 1], ahead)
+                x, q = between(x, attended, behind, cos, sin, slots, *caches[i + 1], ahead)
             else:
-                x, hidden = self._leave(x, attended, behind, self.norm, self.eps)
+                x, hidden = leave(x, attended, behind, self.norm, self.eps)
             if i in taps:
                 found[i] = x
         return hidden, [found[tap] for tap in taps]
@@ -113,11 +135,11 @@ class Target:
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend,
-        taps: Sequence[int],
+        taps: Sequence[int], prompt: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Hidden states [rows, hidden] for `head`, and features [rows, taps * hidden]."""
         x = F.embedding(tokens, self.embed)
-        hidden, found = self.stack.forward(x, positions, slots, attend, taps)
+        hidden, found = self.stack.forward(x, positions, slots, attend, taps, prompt)
         return hidden, torch.cat(found, 1) if taps else x[:, :0]
 
     def decide(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -161,29 +183,21 @@ class Draft:
             layers, take("final_norm"), c.rms_eps, (table[:, 0], table[:, 1]),
             (c.kv_heads, capacity, c.head_dim), fused,
         )  # fmt: skip
-        self._absorb = torch.compile(self._context) if fused else self._context
+        self._fused = compiled(_context) if fused else _context
 
     def absorb(
-        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> None:
+        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+        prompt: bool = False,
+    ) -> None:  # fmt: skip
         """Keys and values of context positions from features [rows, taps * hidden], all layers."""
-        k, v = self._absorb(features, positions)
-        self.stack.keys[:, :, slots] = k
-        self.stack.values[:, :, slots] = v
-
-    def _context(
-        self, features: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        c = self.config
-        context = F.rms_norm(
-            F.linear(features, self.fc), self.context_norm.shape, self.context_norm, c.rms_eps
-        )
-        joint = F.linear(context, self.context_kv)
-        joint = joint.view(len(features), c.layers, 2, c.kv_heads, c.head_dim)
-        k = F.rms_norm(joint[:, :, 0], (c.head_dim,), None, c.rms_eps) * self.k_norms
-        cos = self.stack.cos[positions][:, None, None]
-        k = rotate(k, cos, self.stack.sin[positions][:, None, None])
-        return k.permute(1, 2, 0, 3), joint[:, :, 1].permute(1, 2, 0, 3)
+        c, stack = self.config, self.stack
+        make = _context if prompt else self._fused
+        k, v = make(
+            features, stack.cos[positions], stack.sin[positions], self.fc, self.context_norm,
+            self.context_kv, self.k_norms, (c.layers, 2, c.kv_heads, c.head_dim), c.rms_eps,
+        )  # fmt: skip
+        stack.keys[:, :, slots] = k
+        stack.values[:, :, slots] = v
 
     def block(
         self, anchor: torch.Tensor, masks: torch.Tensor, length: torch.Tensor, attend: Attend

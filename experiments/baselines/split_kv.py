@@ -37,7 +37,8 @@ def _block(q, k, v, table, tree, keys, end, n, row, most, total, acc, scale, WIN
     visible = inside[None, :] & (row[:, None] < N)
     if TREE:
         t = keys - n
-        seen = tl.load(tree + row[:, None] * N + t[None, :], mask=visible & (t[None, :] >= 0), other=0)
+        own = visible & (t[None, :] >= 0)
+        seen = tl.load(tree + row[:, None] * N + t[None, :], mask=own, other=0)
         visible = visible & (seen != 0)
     if WINDOW > 0:
         distance = n + row[:, None] - keys[None, :]
@@ -54,9 +55,10 @@ MASKED_C = tl.constexpr(MASKED)
 
 
 @triton.jit
-def _split(q, k, v, table, tree, length, part, stats, head_stride, scale, splits,
+def _split(q, k, v, table, tree, length, part, stats, q_row, head_stride, scale, splits,
            N: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-           M: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+           M: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+           PAGE: tl.constexpr):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     n = tl.load(length)
     total_keys = n + N
@@ -68,7 +70,7 @@ def _split(q, k, v, table, tree, length, part, stats, head_stride, scale, splits
     end = tl.minimum(start + chunk, total_keys)
     m = tl.arange(0, M)
     row, d = m // GROUP, tl.arange(0, D)
-    q_at = (row * (KV_HEADS * GROUP) + head * GROUP + m % GROUP)[:, None] * D + d[None, :]
+    q_at = (row * q_row + (head * GROUP + m % GROUP) * D)[:, None] + d[None, :]
     qq = tl.load(q + q_at, mask=(row < N)[:, None], other=0.0)
     k += head * head_stride
     v += head * head_stride
@@ -146,9 +148,11 @@ class SplitKv:
             N=self.rows, GROUP=self.group, KV_HEADS=self.kv_heads, D=self.d, M=self.m,
             BLOCK=self.block, WINDOW=self.window,
         )  # fmt: skip
+        if q.stride(1) != self.d or q.stride(2) != 1 or not keys[0].is_contiguous():
+            raise ValueError("heads of a row lie side by side, positions of a key head one by one")
         scale = self.d**-0.5 * 1.4426950408889634
         _split[(self.kv_heads, self.splits)](
-            q.contiguous(), keys, values, table, tree, length, self.part, self.stats,
+            q, keys, values, table, tree, length, self.part, self.stats, q.stride(0),
             keys.stride(0), scale, self.splits, PAGE=self.page, num_warps=4 if self.m < 128 else 8,
             **shape,
         )  # fmt: skip

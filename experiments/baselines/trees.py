@@ -73,7 +73,9 @@ def candidates(depth: int, budget: int, chain: bool = False) -> tuple[np.ndarray
     ranks: list[tuple[int, ...]] = []
     places: list[list[int]] = []
 
-    def open_children(prefix: tuple[int, ...], line: list[int], product: int, dominated: int) -> None:
+    def open_children(
+        prefix: tuple[int, ...], line: list[int], product: int, dominated: int
+    ) -> None:
         if len(prefix) == depth:
             return
         rank = 1
