@@ -2,11 +2,14 @@
 
 us per layer of one slot, a layer waiting for the words of the one before it, from two launches of
 different length (so that launch and first-step costs cancel), median of 9. One hand-off to the next
-layer is in every figure. Kernels: python -m tests.gpu.attention_kernels DIR, anywhere.
+layer is in every figure. KV is random and every layer's its own. Kernels: python -m
+tests.gpu.attention_kernels DIR, anywhere.
 
-Predicted for llama-3.2-1b before the first run: 4.8 us at 1,024 positions and 1 row, 5.6 at 16
-rows, 2.8 at 16 positions. One H200 said 4.4, 6.5 and 2.8 and, by the stamps, that merging waits
-1.4 us for the row's tail.
+Canonical order is compared with what one would write without it: all cached keys in masked blocks,
+the step's own rows as one block more, everything merged in one go. That form is the drafter's
+attention, causal and without a window, over a chain of rows (it also norms heads and writes no
+pages). "4-8", "8-9": the canonical form with that many copies in flight, while running ahead and
+while the ring starves.
 """
 
 import json
@@ -19,12 +22,12 @@ import torch
 from cute_kernels.gpu.load import Kernel
 from experiments.provenance import provenance
 from tests.gpu.attention_case import Case, chain
-from tests.gpu.attention_kernels import ATTENTION, LAYERS, TIMED
+from tests.gpu.attention_kernels import ALL, FIGURES, FLIGHTS, LAYERS, TIMED
+from tests.gpu.draft_attention_case import DraftCase
 
-MODELS = ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "odd-960", "odd-768")
-CONTEXTS = (16, 1024, 8192)
+CONTEXTS = (16, 1024, 4096, 16384, 65536)
 ROWS = (1, 16)
-CLOCK_MHZ = 1755  # of the SMs under this load, about
+SM_MHZ = 1755  # of the SMs under this load, about
 
 
 def launch_us(case: Case, layers: int) -> float:
@@ -44,34 +47,61 @@ def layer_us(case: Case) -> float:
     return statistics.median(times) / (LAYERS - LAYERS // 4)
 
 
+def kv_bytes(name: str, context: int) -> int:
+    """Of a layer."""
+    s = ALL[name].shape
+    return 2 * s.kv_heads * s.head_dim * 2 * context
+
+
+def row_of_figures(kernels: dict[str, Kernel], model: str, context: int, rows: int) -> dict:
+    """us a layer of every form, GB/s of the canonical one."""
+    out = {}
+    name = f"attention-{model}"
+    case = Case(kernels[name], ALL[name], context, chain(rows), 1, LAYERS)
+    for label in ("", *(f"-{f}" for f in FLIGHTS)):
+        case.kernel, case.c = kernels[name + label], ALL[name + label]
+        out[label[1:] or "canonical"] = round(layer_us(case), 2)
+    name = f"draft-{model}"
+    del case
+    case = DraftCase(kernels[name], ALL[name], context, rows, [(0, 1)] * LAYERS, 1)
+    out["one merge"] = round(layer_us(case), 2)
+    out["GB/s"] = round(kv_bytes(name, context) / out["canonical"] / 1e3)
+    out["of one merge"] = round(out["canonical"] / out["one merge"], 3)
+    return out
+
+
 STAMPS = ("inputs", "blocks", "barrier", "published", "parts/tail", "both", "row out", "seen")
 
 
 def where(kernel: Kernel, name: str, context: int, rows: int) -> dict[str, list[float]]:
     """us between the stamps of the last layer, in the CTA of split 0 of the first kv head: of the
-    warp that merges and of the warp that does the tail."""
+    first warp, which merges, and of the last, which does the tail."""
     case = Case(kernel, TIMED[name], context, chain(rows), 1, LAYERS)
     spans = []
     for _ in range(9):
         launch_us(case, LAYERS)
         spans.append(case.stamps[0, :, :9].diff().cpu())
-    us = torch.stack(spans).double().median(0).values / CLOCK_MHZ
+    us = torch.stack(spans).double().median(0).values / SM_MHZ
     return {n: [round(v, 2) for v in both] for n, both in zip(STAMPS, us.T.tolist(), strict=True)}
 
 
 def main(folder: pathlib.Path, target: pathlib.Path) -> None:
-    results: dict = {"provenance": provenance(), "us": {}, "stamps": {}}
+    results: dict = {"provenance": provenance(), "layers": {}, "stamps": {}}
     torch.zeros(1, device="cuda")  # the context that kernels are loaded into
-    columns = [(n, r) for n in CONTEXTS for r in ROWS]
-    print(f"{'us a layer':16s}" + "".join(f"{n:>7d} r{r:<2d}" for n, r in columns))
-    for model in MODELS:
-        name, row = f"attention-{model}", {}
-        kernel = Kernel.read(folder / name)
-        for context, rows in columns:
-            case = Case(kernel, ATTENTION[name], context, chain(rows), 1, LAYERS)
-            row[f"context {context}, rows {rows}"] = round(layer_us(case), 2)
-        results["us"][model] = row
-        print(f"{model:16s}" + " ".join(f"{v:10.2f}" for v in row.values()), flush=True)
+    heading = True
+    for model in FIGURES:
+        names = [f"draft-{model}", f"attention-{model}"]
+        names += [f"attention-{model}-{f}" for f in FLIGHTS]
+        kernels = {n: Kernel.read(folder / n) for n in names}
+        for context in CONTEXTS:
+            for rows in ROWS:
+                figures = row_of_figures(kernels, model, context, rows)
+                if heading:
+                    print(f"{'us a layer':36s}", *(f"{n:>12s}" for n in figures))
+                    heading = False
+                label = f"{model}, context {context}, rows {rows}"
+                results["layers"][label] = figures
+                print(f"{label:36s}", *(f"{v:12}" for v in figures.values()), flush=True)
     for name in TIMED:
         for context, rows in ((16, 1), (1024, 1), (1024, 16)):
             spans = where(Kernel.read(folder / name), name, context, rows)

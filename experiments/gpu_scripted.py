@@ -16,11 +16,11 @@ import torch
 
 from cute_kernels.gpu import build
 from cute_kernels.gpu.arguments import COUNT, Arg
-from cute_kernels.gpu.board import make_board
+from cute_kernels.gpu.board import MAX_ROWS, make_board
 from cute_kernels.gpu.config import COPIES, PAGE, Config
 from cute_kernels.gpu.load import Kernel
 from cute_kernels.gpu.prompt_plan import PromptBuffers
-from cute_kernels.gpu.script import RECORD, decode_step
+from cute_kernels.gpu.script import RECORD, as_script, decode_step
 from cute_kernels.gpu.tiles import Buffers
 from megadecode.cuda_kernel import choose_config, find_gpu, kernel_folder
 from megadecode.cuda_weights import pack_model
@@ -56,7 +56,7 @@ class Scripted:
         sizes = {
             "KV_POOL": blocks * self.c.kv_block_bytes,
             "ACT": COPIES * Buffers.of(self.c).bytes,
-            "LOGITS": 16 * self.c.logit_stride * 4,
+            "LOGITS": MAX_ROWS * self.c.logit_stride * 4,
             "PROMPT_ACT": PromptBuffers.of(self.c).bytes,
         }
         self.memory |= {
@@ -70,9 +70,9 @@ class Scripted:
         self.memory["BOARD"] = torch.from_numpy(make_board(0, 0)).cuda()
 
     def run(self, steps: Sequence[np.ndarray]) -> np.ndarray:
-        """One launch; RECORD [steps, 16]."""
-        script = torch.from_numpy(np.stack(steps)).cuda()
-        out = torch.zeros(len(steps) * 16 * RECORD.itemsize, dtype=torch.uint8, device="cuda")
+        """One launch; RECORD [steps, MAX_ROWS]."""
+        script = torch.from_numpy(as_script(steps)).cuda()
+        out = torch.zeros(len(steps) * MAX_ROWS * RECORD.itemsize, dtype=torch.uint8, device="cuda")
         table = np.zeros(COUNT, np.int64)
         table[Arg.LAYERS], table[Arg.SCRIPT_STEPS] = self.layers, len(steps)
         tensors = dict(self.memory, SCRIPT=script, SCRIPT_OUT=out)
@@ -82,7 +82,7 @@ class Scripted:
         torch.cuda.synchronize()
         self.kernel.launch([arguments.data_ptr()], "q", torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
-        return out.cpu().numpy().view(RECORD).reshape(len(steps), 16)
+        return out.cpu().numpy().view(RECORD).reshape(len(steps), MAX_ROWS)
 
     def logits(self) -> torch.Tensor:
         """[vocab] fp32 of the last step's first row."""

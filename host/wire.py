@@ -165,6 +165,16 @@ class Word(IntEnum):
     PENDING = 39
     FAULT_OPERATION = 40  # line 5, device: where a wait ran out: index into the program, or -1
     FAULT_WORKERS = 41  # four words: bit mask of the workers that had not arrived
+    SPLIT_STEPS = 48  # lines 6 and 7, device: totals over all steps that gave tokens; see below
+    SPLIT_DRAFTED = 49  # of these, steps that drafted
+    SPLIT_ROWS = 50  # rows verified, the roots counted
+    SPLIT_TOKENS = 51  # tokens given
+    SPLIT_COMPACT = 52  # ns: keys and values of accepted rows to their places
+    SPLIT_DRAFT = 53  # ns: the drafter's context, its block, its head
+    SPLIT_TREE = 54  # ns: ranks and tree
+    SPLIT_VERIFY = 55  # ns: the target over the tree's rows, up to the head's last sums
+    SPLIT_DECIDE = 56  # ns: from there to the next descriptor: decisions, walk, stop rules
+    SPLIT_TOTAL = 57  # ns: from a step's first descriptor to the next step's, pauses left out
     PHASE = 64  # from line 8 on, one line a worker: 1 + index of the operation it is in, 0 outside
 
 

@@ -43,14 +43,16 @@ class Round:
 
     `steps` and `tokens` in all; the others of decode-only steps: `tau` tokens a step, `step_us`
     from the first token to the last by the device's clock, `stages` in us a step from the loop's
-    own trace, the rest of `step_us` as `between steps`; `read_bytes` of weights, keys and values
-    that a step must read at least once (without a trace, of weights alone); `read_gb_s` what the
-    device reads at best. `ttft_ms`: from submit to the first token.
+    own trace or count, the rest of `step_us` as `between steps`; `rows` verified a step (0 where
+    the device does not count them); `read_bytes` of weights, keys and values that a step must read
+    at least once (without a trace, of weights alone); `read_gb_s` what the device reads at best.
+    `ttft_ms`: from submit to the first token.
     """
 
     tokens: int
     steps: int
     tau: float
+    rows: float
     tok_s: float
     ttft_ms: float
     step_us: float
@@ -120,6 +122,7 @@ def _round(
     engine.park()
     bandwidth = engine.read_gb_per_s()
     engine.trace(reset=True)
+    before = engine.stats().split
     results = []
     for prompt in prompts:
         results.append(engine.submit(prompt, params).result())
@@ -136,7 +139,9 @@ def _round(
     traced = decode_steps_of(figures)
     if figures and traced != decode_steps:
         raise Void(f"the trace holds {traced} decode steps, the requests had {decode_steps}")
-    stages = stage_us(figures)
+    after = engine.stats().split
+    split = after - before if after and before else None
+    stages = split.us() if split else stage_us(figures)
     step_us = seconds / decode_steps * 1e6
     if stages:
         stages["between steps"] = step_us - sum(stages.values())
@@ -144,6 +149,7 @@ def _round(
         tokens=tokens,
         steps=steps,
         tau=(tokens - len(results)) / decode_steps,
+        rows=split.rows_per_step if split else 0.0,
         tok_s=(tokens - len(results)) / seconds,
         ttft_ms=median(r.stats.ttft_s for r in results) * 1e3,
         step_us=step_us,
@@ -171,6 +177,7 @@ def _report(sides: dict[str, Engine], measured: dict[str, list[Round]]) -> dict[
         "machine": machine_name(),
         "cpus": os.cpu_count(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "acceptance": sides["speculation"].stats().acceptance if len(sides) == 2 else None,
     }
     for name in sorted(sides):
         rounds = measured[name]

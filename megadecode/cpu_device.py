@@ -33,6 +33,7 @@ from host.atomics import LINE
 from host.cpu import CpuDevice
 from host.link import Link
 from host.wire import MAX_ALTERNATIVES, Wire, make_wire
+from megadecode.acceptance import SCRIPTED
 from megadecode.config import ModelConfig
 from megadecode.device import AUTO_BUDGET, Settings, Start, Tensors
 from megadecode.drafter.io import Drafter
@@ -113,6 +114,15 @@ class CpuParts:
     @property
     def trace(self) -> np.ndarray:
         return self.loop.trace
+
+    @property
+    def acceptance(self) -> str | None:
+        if not self.taps:
+            return None
+        return SCRIPTED if self.loop.script.widths.size else "drafter"
+
+    def split(self) -> None:
+        """Its trace says more."""
 
     def refuse(self, params: SamplingParams) -> None:
         """Everything there is to ask for can be had."""

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.gpu import build
-from cute_kernels.gpu.config import DEVICE_CTAS, SHAPES, Config, Shape, product
+from cute_kernels.gpu.config import DEVICE_CTAS, SHAPES, TILE, Config, DraftShape, Shape, product
 from cute_kernels.gpu.load import Kernel
 from host.cache import cache_home
 from host.cuda import check, driver, use_primary_context
 from host.errors import DeviceError
 from megadecode.config import ModelConfig
+from megadecode.drafter.config import DrafterConfig
 from megadecode.errors import DeviceUnavailable, ModelError, ParameterError
 
 TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
@@ -124,6 +125,31 @@ def _fitted(shape: Shape, arch: str, multiprocessors: int | None) -> Config:
     if multiprocessors is not None and c.ctas > multiprocessors:
         c = product(shape, arch, ctas=multiprocessors // c.team * c.team)
     return c
+
+
+def draft_shape(drafter: DrafterConfig, c: Config) -> DraftShape:
+    """What the kernel needs to know of a drafter, whose layers run through the target's code.
+
+    Raises ModelError, naming the key, for a drafter it has no code for.
+    """
+
+    def refuse(key: str, value: object, expected: str) -> ModelError:
+        return ModelError(
+            f"drafter {drafter.name!r}: {key} is {value}; device 'cuda' expects {expected}. "
+            "Use draft='off' or device='cpu'"
+        )
+
+    for key in ("hidden", "heads", "kv_heads", "head_dim", "ffn"):
+        found, wanted = getattr(drafter, key), getattr(c.shape, key)
+        if found != wanted:
+            raise refuse(key, found, f"its target's, {wanted}")
+    for key, plain in (("input_embedding_scale", 1.0), ("final_logit_softcapping", None)):
+        if (value := getattr(drafter, key)) != plain:
+            raise refuse(key, value, str(plain).lower())
+    columns = len(drafter.draft_tokens)
+    if columns and columns < TILE * c.ctas:
+        raise refuse("draft_tokens", f"a list of {columns}", f"all, or at least {TILE * c.ctas}")
+    return DraftShape(drafter.layers, len(drafter.taps), columns)
 
 
 def find_kernel(c: Config, prebuilt: str | Path | None = None) -> build.Artefact:

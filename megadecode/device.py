@@ -16,6 +16,7 @@ from megadecode.drafter.io import Drafter
 from megadecode.errors import ParameterError
 from megadecode.models.weights import FloatArray
 from megadecode.sampling import SamplingParams
+from megadecode.split import StepSplit
 from megadecode.trace import PhaseFigures
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -61,12 +62,21 @@ class Parts(Protocol):
         """The type that the weights are kept in."""
         ...
 
+    @property
+    def acceptance(self) -> str | None:
+        """Where drafts come from: `drafter`, `scripted`, or None without."""
+        ...
+
     def refuse(self, params: SamplingParams) -> None:
         """ParameterError for what is in order but not to be had on this device."""
         ...
 
     def figures(self, *, reset: bool) -> list[PhaseFigures]:
         """Time per phase since the start or the last reset."""
+        ...
+
+    def split(self) -> StepSplit | None:
+        """Where a step's time goes, on a device that counts it."""
         ...
 
     def read_gb_per_s(self) -> float:

@@ -17,6 +17,7 @@ from host.cache import cache_home
 
 _CUDA = {"cuda.bindings": "cuda-bindings", "torch": "torch"}
 _GPU_EXTRA = "pip install 'megadecode[gpu]'; the CPU device needs none of it"
+_DRIVER = "install NVIDIA's driver where a GPU is to be used; the CPU device needs none of it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,15 @@ def _cache() -> Check:
         for name in ("models", "numba", "drafters", "kernels")
         if (home / name).exists()
     ]
-    found = f"{home}: {', '.join(parts) or 'empty'}"
+    found = f"{_short(home)}: {', '.join(parts) or 'empty'}"
     return Check("cache", ok, found, "" if ok else "set MEGADECODE_HOME to a folder of your own")
+
+
+def _short(path: Path) -> str:
+    """A path as people write it, the home folder as ~."""
+    with suppress(ValueError, RuntimeError):
+        return f"~/{path.relative_to(Path.home())}"
+    return str(path)
 
 
 def _bytes_in(folder: Path) -> int:
@@ -110,7 +118,7 @@ def _compiled() -> Check:
     return Check(
         "compiled CPU code",
         files > 0,
-        f"{files} functions in {folder}",
+        f"{files} functions in {_short(folder)}",
         "" if files else "made by the first run, in a minute or two",
         needed=False,
     )
@@ -128,7 +136,7 @@ def _model() -> Check:
         return Check(
             "model smollm2-135m", False, "not fetched", "fetched by the first run", needed=False
         )
-    return Check("model smollm2-135m", True, str(path), needed=False)
+    return Check("model smollm2-135m", True, _short(path), needed=False)
 
 
 def _drafters() -> Check:
@@ -136,12 +144,12 @@ def _drafters() -> Check:
 
     files = [file for folder in places() for file in sorted(folder.glob("*.safetensors"))]
     if files:
-        return Check("drafters", True, ", ".join(map(str, files)), needed=False)
+        return Check("drafters", True, ", ".join(map(_short, files)), needed=False)
     return Check(
         "drafters",
         False,
         "none: speculation is off unless draft=PATH names one",
-        f"put a drafter's .safetensors file into {places()[-1]}",
+        f"put a drafter's .safetensors file into {_short(places()[-1])}",
         needed=False,
     )
 
@@ -155,11 +163,19 @@ def _gpu() -> Check:
     try:
         names = _gpu_names()
     except Exception as error:  # the bindings have one of their own for every way to fail
-        names, said = [], str(error).partition("\n")[0]
-    else:
+        said = str(error).partition("\n")[0]
+        if not isinstance(error, _Refused):
+            said = "there is no NVIDIA driver"
+        return Check("CUDA device", False, said, _DRIVER, needed=False)
+    if not names:
         said = "the driver shows no GPU"
-    found = f"{', '.join(names)}; used when asked for: device='cuda'" if names else said
-    return Check("CUDA device", bool(names), found, needed=False)
+        return Check("CUDA device", False, said, "is one hidden by CUDA_VISIBLE_DEVICES?", False)
+    found = f"{', '.join(names)}; used when asked for: device='cuda'"
+    return Check("CUDA device", True, found, needed=False)
+
+
+class _Refused(RuntimeError):
+    """What a driver that is there says."""
 
 
 def _gpu_names() -> list[str]:
@@ -167,7 +183,7 @@ def _gpu_names() -> list[str]:
 
     def call(result: tuple[Any, ...]) -> Any:
         if result[0] != cu.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"the driver says {result[0].name}")
+            raise _Refused(f"the driver says {result[0].name}")
         return result[1] if len(result) > 1 else None
 
     call(cu.cuInit(0))
@@ -183,7 +199,7 @@ def _kernels() -> Check:
     return Check(
         "compiled GPU kernels",
         bool(manifests),
-        f"{len(manifests)} in {folder}" + f" for {', '.join(targets)}" * bool(targets),
+        f"{len(manifests)} in {_short(folder)}" + f" for {', '.join(targets)}" * bool(targets),
         "" if manifests else "`megadecode build --model NAME` compiles one, on any machine",
         needed=False,
     )

@@ -35,6 +35,7 @@ from megadecode.options import choice, flag, path_or_name, positive_s, seconds, 
 from megadecode.prompt import Prompt, encode, need_tokenizer, numbered, pair_up
 from megadecode.request import Chunk, Generation, Request, Stream
 from megadecode.sampling import SamplingParams
+from megadecode.split import StepSplit
 from megadecode.trace import PhaseFigures
 
 logger = logging.getLogger("megadecode")
@@ -44,7 +45,9 @@ logger = logging.getLogger("megadecode")
 class EngineStats:
     """A look at the engine. Pages are of 64 positions; `steps` counts from the first launch;
     `pauses` are the times the loop stood still because nobody took its completions; `launches`
-    are starts of the loop, one more than it has parked."""
+    are starts of the loop, one more than it has parked. `acceptance` says where drafts come from:
+    `drafter`, or `scripted` for measuring; None without. `split`: where a step's time goes, on a
+    device that counts it (a GPU); the CPU device has `Engine.trace`."""
 
     state: str
     inflight: int
@@ -55,6 +58,8 @@ class EngineStats:
     steps: int
     pauses: int
     launches: int
+    acceptance: str | None = None
+    split: StepSplit | None = None
 
 
 _said: set[str] = set()
@@ -77,11 +82,13 @@ class Engine(AbstractContextManager["Engine"]):
         ctx: positions a request may use, prompt and generated tokens together.
         slots: requests decoded at the same time, 1 to 16; further ones wait their turn. None: the
             device's choice, 16 on the CPU.
-        device: `auto` or `cpu`, or `cuda`: one request at a time, greedy, without a drafter.
+        device: `auto` or `cpu`, or `cuda`: one request at a time.
         draft: `auto`, a drafter that belongs to the model if there is one; `off`; or a drafter or
-            the path of one. It never changes what is generated, only how fast.
-        budget: nodes to verify per slot and step, the root not counted: 0 to 255, or `auto`, chosen
-            step by step from measured times and acceptance.
+            the path of one; of a shape of `megadecode.presets`, `random`, for measuring. It never
+            changes what is generated, only how fast.
+        budget: nodes to verify per slot and step, the root not counted: 0 to 255 (127 on a GPU),
+            or `auto`: on the CPU chosen step by step from measured times and acceptance, on a GPU
+            15.
         shape: `tree`, or `chain` (the budget is then its length).
         weights: `fp32` or `bf16`, the precision the weights are kept in; None: the device's choice,
             fp32 on the CPU.
@@ -221,8 +228,9 @@ class Engine(AbstractContextManager["Engine"]):
         """A request for asyncio: await it for its Generation, or iterate it for its chunks.
 
         It starts when it is first awaited or iterated; cancelling the task that waits for it, or
-        leaving the iteration early, aborts it. Raises PromptError or ParameterError at the call,
-        DeviceError where it is awaited.
+        leaving the iteration early, aborts it. It is no coroutine: `asyncio.ensure_future` and
+        `gather` take it, `asyncio.create_task` wants one around it. Raises PromptError or
+        ParameterError at the call, DeviceError where it is awaited.
         """
         job = self._check(prompt, params, chat)
         return AsyncRequest(lambda: self._send(*job, 0.0))
@@ -295,6 +303,8 @@ class Engine(AbstractContextManager["Engine"]):
             steps=word(Word.STEP, 0),
             pauses=word(Word.PAUSES, 0),
             launches=self._link.launches,
+            acceptance=self._parts.acceptance,
+            split=self._parts.split(),
         )
 
     def trace(self, *, reset: bool = False) -> list[PhaseFigures]:

@@ -46,12 +46,13 @@ class Arg(IntEnum):
     FUSED = 34  # c = W_fc f of a DRAFT step's new positions: words, EMPTY at the first launch
     CONTEXT_KV = 35  # raw keys and values of new positions: bf16 in the row form's order
     DRAFT_LOGITS = 36  # fp32 [16, Config.draft_stride]
-    RANKED = 37  # [16] rank.RANKED_BYTES: a drafted position's candidates
+    RANKED = 37  # [16] rank_plan.RANKED_BYTES: a drafted position's candidates
     ROW_TABLE = 38  # int32 [MAX_ROWS, board.ROW_WORDS]
-    DRAFT_SCRIPT = 39  # candidates by position that take the drafter's place; 0: none. rank.py
+    DRAFT_SCRIPT = 39  # candidates by position that take the drafter's place; 0: none. rank_plan.py
     SAMPLING = 40  # how the slot's tokens are chosen: decide.py
     ALTERNATIVES = 41  # [MAX_ROWS, 20] (int32 id, fp32 log-probability)
-    SCRATCH = 42  # [ctas] of decide.py and rank.py
+    SCRATCH = 42  # [ctas] of decide.py
+    DRAFT_COLUMNS = 43  # a number: logits of a DRAFT_LOGITS row: DRAFT_TOKENS, or the vocabulary
     # -- service
     WIRE = 48  # host: the mapped wire
     SERVICE = 49  # the service's own state, kept across launches

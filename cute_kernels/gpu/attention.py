@@ -3,8 +3,8 @@
 A row at position p sums its keys in one order whatever the tree, the batch or the committed length:
 keys below c(p) = 64 floor(max(p - 15, 0) / 64) in absolute blocks of 64, block b by split
 b mod `splits`, a split's blocks ascending (their two halves apart), then the splits in the order
-of `merge_words`; then keys c(p) .. p along the row's own path, one by one in position order, in
-fp32. Blocks beyond a row's c(p) are an exact identity for it.
+of `merge_words`; then keys c(p) .. p along the row's own path, in groups of 32 by position. Blocks
+beyond a row's c(p) are an exact identity for it.
 
 CTA (kv head, split) multiplies its blocks for all heads of the kv head: warp (head, half) takes 32
 keys of every block (64 where there is but one warp a head), mma.sync m16n8k16 with the 16 rows on
@@ -24,9 +24,17 @@ out of the instruction cache: the code is kept small (loops stay loops, lanes sh
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
+from cute_kernels.gpu.attention_blocks import (
+    NEG_INF,
+    attend_block,
+    block_limit,
+    filled,
+    quad_sum,
+    sums_seen,
+)
 from cute_kernels.gpu.attention_merge import (
     give_stats,
     give_sums,
@@ -35,26 +43,33 @@ from cute_kernels.gpu.attention_merge import (
     row_parts,
     take_parts,
 )
-from cute_kernels.gpu.attention_plan import ROWS, halves, stages_per_block
+from cute_kernels.gpu.attention_plan import (
+    ROWS,
+    TAIL_GROUPS,
+    halves,
+    stages_per_block,
+    tail_slots,
+)
 from cute_kernels.gpu.attention_stream import (  # begin_produce, produce_kv: for the kernel
     Places,
     begin_produce,
     begin_step,
-    desc_int,
     produce_kv,
 )
-from cute_kernels.gpu.attention_tail import row_address, run_tail, wait_for_tail
-from cute_kernels.gpu.board import Desc
+from cute_kernels.gpu.attention_tail import (
+    row_address,
+    run_tail,
+    stage_query,
+    tail_at,
+    wait_for_tail,
+)
 from cute_kernels.gpu.config import CHUNK_BYTES
-from cute_kernels.gpu.fragments import bf16_pair, exp2, mma
 from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.ring import advance
 from cute_kernels.gpu.rotary import norm_weights, rotate_head
-from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import Buffers
 
 __all__ = ["begin_produce", "begin_step", "produce_kv", "run_attention"]
-NEG_INF = -float("inf")
 ASK_AT_ONCE = 6  # vectors of 16 rows that a lane asks for without knowing that one is there
 
 
@@ -92,17 +107,19 @@ def ask_missing(words, addresses):
 
 @cute.jit
 def take_inputs(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32, head: Int32,
-                qkv: Int64, words: cute.Tensor):  # fmt: skip
-    """In one wait: this warp's head rows of q, and its share of the step's K and V rows of the kv
-    head (half of the rows of K or of V for each of the last four warps), normed and rotated, into
-    shared memory. words: q as head rows of rows 0 to 7 and 8 to 15, then that share."""
+                keys_too: Boolean, qkv: Int64, words: cute.Tensor):  # fmt: skip
+    """In one wait: this warp's head rows of q, and with keys_too its share of the step's K and V
+    rows of the kv head (half of the rows of K or of V for each of the last four warps), normed and
+    rotated, into shared memory. words: q as head rows of rows 0 to 7 and 8 to 15, then that share.
+    """
     c, s = k.c, k.c.shape
     chunks, vector = s.head_dim // 32, k.lane * 16
     row = k.lane >> 2
-    q_weights, k_weights = norm_weights(k, layer, 0), norm_weights(k, layer, 1)
+    q_weights = norm_weights(k, layer, 0, p.norms, p.normed)
+    k_weights = norm_weights(k, layer, 1, p.norms, p.normed)
     task = c.warps - 1 - k.wid
     values, upper = task & 1, task >> 1
-    of_kv = (p.split < rows) & (task < 4) & (upper * 8 + row < rows)
+    of_kv = keys_too & (task < 4) & (upper * 8 + row < rows)
     of_q = k.wid < c.group_heads * halves(c)
     q_at = qkv + Int64((p.kv_head * c.group_heads + head) * (chunks * CHUNK_BYTES) + vector)
     first = s.heads + p.kv_head + values * s.kv_heads
@@ -116,7 +133,7 @@ def take_inputs(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: 
         rotate_head(k, words, 0, rope, q_weights)
         if rows > 8:
             rotate_head(k, words, 4 * chunks, rope + 8 * p.smem.rope_stride, q_weights)
-    if (p.split < rows) & (task < 4):
+    if keys_too & (task < 4):
         row = row + upper * 8
         row_bytes = 2 * s.head_dim
         to = row_address(p.new + values * (ROWS * row_bytes), row, row_bytes)
@@ -135,128 +152,13 @@ def take_inputs(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: 
 
 
 # -- committed blocks ----------------------------------------------------------------------------
-def ldmatrix(addr, transposed):
-    kind = "ldmatrix.sync.aligned.m8n8.x4" + (".trans" if transposed else "")
-    return ptx_read(
-        kind + ".shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
-        [Uint32] * 4,
-        addr,
-    )
-
-
-def quad_max(v):
-    v = sync.maximum([v, cute.arch.shuffle_sync_bfly(v, offset=1)])
-    return sync.maximum([v, cute.arch.shuffle_sync_bfly(v, offset=2)])
-
-
-def quad_sum(v):
-    v = v + cute.arch.shuffle_sync_bfly(v, offset=1)
-    return v + cute.arch.shuffle_sync_bfly(v, offset=2)
-
-
-def block_scores(k, q, base):
-    """S = Q K^T of 16 rows and 32 keys: 4 tiles of 8 keys."""
-    i, d = k.lane, k.c.shape.head_dim
-    at = base + (i & 7) * (2 * d)
-    piece = ((i >> 3) ^ (i & 7)) << 4
-    tiles, upper = [], d // 8
-    for j in range(4):
-        s = [Float32(0.0)] * 4
-        for chunk in range(d // 32):
-            b = ldmatrix(at + (piece ^ (chunk * 64)) + j * (16 * d), False)
-            for e in range(2):
-                w = chunk * 4 + 2 * e
-                a = [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
-                s = mma(s, a, b[2 * e : 2 * e + 2])
-        tiles.append(s)
-    return tiles
-
-
-def block_values(k, o, probabilities, base, masks=None):
-    """O += P V; o: flat [tiles of 8 dimensions x 4]. masks: bits of V that count, [16 keys][keys
-    2 t and 2 t + 1, and 8 further]; None: all."""
-    i, d = k.lane, k.c.shape.head_dim
-    at = base + (i & 15) * (2 * d)
-    piece = ((i >> 4) ^ (i & 7)) << 4
-    for u in range(2):
-        p = [probabilities[u * 8 + e] for e in range(8)]
-        a = [bf16_pair(p[2 * e], p[2 * e + 1]) for e in range(4)]
-        for n in range(0, d // 8, 2):
-            b = ldmatrix(at + (piece ^ (n << 4)) + u * (32 * d), True)
-            if masks is not None:
-                b = [x & masks[u][w & 1] for w, x in enumerate(b)]
-            for e in range(2):
-                to = (n + e) * 4
-                sums = mma([o[to + w] for w in range(4)], a, b[2 * e : 2 * e + 2])
-                for w in range(4):
-                    o[to + w] = sums[w]
-
-
-@cute.jit
-def softmax_block(k: cutlass.Constexpr, tiles: cutlass.Constexpr, limits: cutlass.Constexpr,
-                  block: Int32, rows: Int32, p: cute.Tensor, m: cute.Tensor, den: cute.Tensor,
-                  o: cute.Tensor):  # fmt: skip
-    """One online-softmax step; probabilities by tile into p, flat like the tiles. Rows 8 to 15 are
-    left out where a step has none; p is 0 there."""
-    softmax_half(k, tiles, 0, block < limits[0], p, m, den, o)
-    if rows > 8:
-        softmax_half(k, tiles, 1, block < limits[1], p, m, den, o)
-
-
-def softmax_half(k, tiles, h, valid, p, m, den, o):
-    """For row half h. m is in units of scaled scores. A row the block is not for gets probabilities
-    2^-inf = 0 and factor 1."""
-    scale = k.c.shape.head_dim**-0.5 * 1.4426950408889634
-    s = [tiles[j][2 * h + e] for j in range(4) for e in range(2)]
-    top = quad_max(sync.maximum(s))
-    new = sync.maximum([m[h], sync.choose(valid, top * scale, NEG_INF)])
-    alpha = exp2(sync.choose(new > NEG_INF, m[h] - new, 0.0))
-    off = sync.choose(valid, new, -NEG_INF)
-    sums = [exp2(v * scale - off) for v in s]
-    for j in range(4):
-        for e in range(2):
-            p[j * 4 + 2 * h + e] = sums[2 * j + e]
-    while len(sums) > 1:
-        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
-    m[h] = new
-    den[h] = den[h] * alpha + sums[0]
-    for n in range(k.c.shape.head_dim // 8):
-        for e in range(2):
-            at = n * 4 + 2 * h + e
-            o[at] = o[at] * alpha
-
-
-def sums_seen(k, o):
-    """A word that depends on every load of a block: each tile of O does on its part of V and,
-    by way of the probabilities, on all of K."""
-    seen = sync.as_bits(o[0])
-    for n in range(2, k.c.shape.head_dim // 8, 2):  # two tiles a load
-        seen = seen | sync.as_bits(o[n * 4])
-    return seen
-
-
-def filled(n, value):
-    out = cute.make_rmem_tensor(cute.make_layout(n), Float32)
-    for i in range(n):
-        out[i] = Float32(value)
-    return out
-
-
-def block_limit(k, rows, h):
-    """Blocks below c(p) of this lane's row in half h of an accumulator; none for an absent row."""
-    row = (k.lane >> 2) + 8 * h
-    position = desc_int(k, Desc.ROW_POSITION, row)
-    blocks = cutlass.max(position - 15, 0) >> 6
-    return Int32(sync.select(row < rows, Uint32(blocks), Uint32(0)))
-
-
 @cute.jit
 def run_blocks(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, m: cute.Tensor,
                den: cute.Tensor, o: cute.Tensor, half: Int32, rows: Int32, main_blocks: Int32,
                stage: Int32, parity: Int32):  # fmt: skip
     """This warp's keys of every block of this CTA; warps without a head only pass stages on."""
     c, row_bytes = k.c, 2 * k.c.shape.head_dim
-    limits = [block_limit(k, rows, 0), block_limit(k, rows, 1)]
+    limits = [block_limit(k, p, rows, 0), block_limit(k, p, rows, 1)]
     block = p.split
     while block < main_blocks:
         key_stage = stage
@@ -273,13 +175,7 @@ def run_blocks(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, m: cu
             values = k.ring.base + value_stage * k.ring.stage_bytes
             if cutlass.const_expr(stages_per_block(c) == 1):
                 values = values + PAGE * row_bytes
-            lower = half * (32 * row_bytes)
-            for _ in cutlass.range(2 // halves(c), unroll=1):
-                tiles = block_scores(k, q, keys + lower)
-                prob = filled(16, 0.0)
-                softmax_block(k, tiles, limits, block, rows, prob, m, den, o)
-                block_values(k, o, prob, values + lower)
-                lower = lower + 32 * row_bytes
+            attend_block(k, q, m, den, o, half, keys, values, block, limits, rows)
             seen = sums_seen(k, o)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -322,10 +218,10 @@ STAMPS = 10
 
 @cute.jit
 def stamp(k: cutlass.Constexpr, slot: cutlass.Constexpr):
-    """With `timing`, in attention's own kernel: the clock of the SM when the first warp of half 0
-    and of half 1 came here, int64 [ctas, 2, STAMPS] of the last layer in Arg.TIMES."""
+    """With `timing`, in attention's own kernel: the clock of the SM when the first warp of all
+    and the last warp of all came here, int64 [ctas, 2, STAMPS] of the last layer in Arg.TIMES."""
     if cutlass.const_expr(k.c.timing and hasattr(k, "stamps")):
-        other = k.c.group_heads * 32
+        other = (k.c.warps - 1) * 32
         if (k.tid == 0) | (k.tid == other):
             at = k.stamps + Int64(((k.bid * 2 + k.tid // other) * STAMPS + slot) * 8)
             sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.clock64()))
@@ -344,36 +240,71 @@ def release_tail(k: cutlass.Constexpr, n: Int32, stage: Int32, seen: Uint32):
 
 
 @cute.jit
-def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, head: Int32,
-               half: Int32, rows: Int32, layer: Int32, part: Int64, out: Int64, stage: Int32,
-               parity: Int32):  # fmt: skip
-    """Tail and merge of rows split, split + splits, ...: the last half's warp of a head does the
-    tail while half 0's waits for the other splits' words."""
-    c, last_half = k.c, halves(k.c) - 1
+def share_part(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, half: Int32, rows: Int32,
+               has_blocks: Boolean, m: cute.Tensor, den: cute.Tensor, o: cute.Tensor,
+               part: Int64):  # fmt: skip
+    """All consumer warps: what this split's blocks came to, halves of the keys put together, into
+    its part of every row (part: row_parts of row 0). has_blocks: this warp has summed some.
+
+    Behind the first barrier the step's K and V rows are in p.new, and every warp has released all
+    stages before the tail, so a warp that does not read the tail may release it at once."""
+    c = k.c
+    for h in cutlass.range_constexpr(2):
+        den[h] = quad_sum(den[h])
+    if cutlass.const_expr(c.red_buffers > 1 and halves(c) == 2):
+        sync.consumer_sync(c.warps * 32)  # somebody may still add qkv's last sums
+    if has_blocks:
+        if cutlass.const_expr(halves(c) == 2):
+            give_stats(k, p, head, half, m, den)
+            give_sums(k, p, head, half, o)
+    sync.consumer_sync(c.warps * 32)
+    stamp(k, 3)
+    if has_blocks:
+        own = row_parts(k, p, part, Int32(0)) + Int64(p.split * c.part_bytes)
+        publish_part(k, p, head, half, rows, m, den, o, own)
+    sync.consumer_sync(c.warps * 32)  # whoever comes next may write where sums were exchanged
+
+
+@cute.jit
+def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, row: Int32, slot: Int32,
+              part: Int64, out: Int64, stage: Int32, tail_first: Int32,
+              main_blocks: Int32):  # fmt: skip
+    """All consumer warps: tail and merge of a row. The last warps do the tail, a group of keys
+    each, while the first, one a query head, wait for the splits' words.
+
+    u: take_parts' words. part: row_parts of row 0. slot: where the row's Q is (stage_query). Where
+    there is but one slot of tails, a barrier must come before the next row. Returns a word that
+    depends on what this warp read from the ring."""
+    c, seen = k.c, Uint32(0)
+    group, tails = c.warps - 1 - k.wid, slot & (tail_slots(c) - 1)
+    if group < TAIL_GROUPS:
+        to = tail_at(k, p, tails, group, Int32(0))
+        seen = run_tail(k, p, row, slot, group, to, stage, tail_first)
+    if k.wid < c.group_heads:
+        take_parts(k, u, k.wid, row_parts(k, p, part, row), main_blocks, p.polled)
+    stamp(k, 5)
+    sync.consumer_sync(c.warps * 32)
+    stamp(k, 6)
+    if k.wid < c.group_heads:
+        publish_row(k, p, u, k.wid, row, tails, out)
+    stamp(k, 7)
+    return seen
+
+
+@cute.jit
+def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32, part: Int64,
+               out: Int64, stage: Int32, parity: Int32):  # fmt: skip
+    """Tail and merge of rows split, split + splits, ..."""
+    c = k.c
     tail_first, tail_count, main_blocks, _ = sync.lds_ints(p.step)
-    stages = tail_count * stages_per_block(c)
-    seen = Uint32(0)
-    if half == last_half:
+    if k.wid >= c.warps - TAIL_GROUPS:
         wait_for_tail(k, tail_count, stage, parity)
-    if half <= last_half:
-        u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
-        row, slot = p.split, Int32(0)
-        while row < rows:
-            if half == last_half:
-                seen = seen | run_tail(k, p, head, row, slot, q, stage, tail_first)
-            if half == 0:
-                take_parts(k, u, head, row_parts(k, p, part, row), main_blocks)
-            stamp(k, 5)
-            if cutlass.const_expr(halves(c) == 2):
-                sync.pair_sync(head)
-            else:
-                cute.arch.sync_warp()
-            stamp(k, 6)
-            if half == 0:
-                publish_row(k, p, u, head, row, slot, out)
-            stamp(k, 7)
-            row, slot = row + c.splits, 1 - slot
-    release_tail(k, stages, stage, seen)
+    u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
+    row, slot, seen = p.split, Int32(0), Uint32(0)
+    while row < rows:
+        seen = seen | merge_row(k, p, u, row, slot, part, out, stage, tail_first, main_blocks)
+        row, slot = row + c.splits, slot + 1
+    release_tail(k, tail_count * stages_per_block(c), stage, seen)
     # by warps that do not merge, if there are any
     idle = c.group_heads if c.warps > c.group_heads else 0
     if p.split == 0:
@@ -389,31 +320,21 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
     head, half = k.wid % c.group_heads, k.wid // c.group_heads
     words = cute.make_rmem_tensor(cute.make_layout(12 * d // 32), Uint32)
     stamp(k, 0)
-    take_inputs(k, p, rows, layer, head, qkv, words)
+    take_inputs(k, p, rows, layer, head, p.split < rows, qkv, words)
     stamp(k, 1)
     m, den, o = filled(2, NEG_INF), filled(2, 0.0), filled(d // 2, 0.0)
     stage, parity = run_blocks(k, p, words, m, den, o, half, rows, main_blocks, stage, parity)
-    for h in cutlass.range_constexpr(2):
-        den[h] = quad_sum(den[h])
     stamp(k, 2)
-    if cutlass.const_expr(c.red_buffers > 1 and halves(c) == 2):
-        sync.consumer_sync(c.warps * 32)  # somebody may still add qkv's last sums
     has_blocks = (p.split < main_blocks) & (k.wid < c.group_heads * halves(c))
-    if has_blocks:
-        if cutlass.const_expr(halves(c) == 2):
-            give_stats(k, p, head, half, m, den)
-            give_sums(k, p, head, half, o)
-    # behind this barrier the step's K and V rows are there, and every warp has released all stages
-    # before the tail, so a warp that does not read the tail may release it at once
-    sync.consumer_sync(c.warps * 32)
-    stamp(k, 3)
-    if has_blocks:
-        own = row_parts(k, p, part, Int32(0)) + Int64(p.split * c.part_bytes)
-        publish_part(k, p, head, half, rows, m, den, o, own)
-    sync.consumer_sync(c.warps * 32)  # whoever comes next may write where sums were exchanged
+    if half == 0:
+        row, slot = p.split, Int32(0)
+        while row < rows:
+            stage_query(k, p, words, head, row, slot)
+            row, slot = row + c.splits, slot + 1
+    share_part(k, p, head, half, rows, has_blocks, m, den, o, part)
     stamp(k, 4)
     if p.split < rows:
-        merge_rows(k, p, words, head, half, rows, layer, part, out, stage, parity)
+        merge_rows(k, p, rows, layer, part, out, stage, parity)
         for _ in cutlass.range(tail_count * stages_per_block(c), unroll=1):
             stage, parity = advance(k.ring, stage, parity)
     return stage, parity

@@ -1,4 +1,5 @@
-"""Attention as a kernel of its own, for tests, figures and profiles: the same device code.
+"""Attention, or the drafter's, as a kernel of its own, for tests, figures and profiles: the same
+device code.
 
 Registers and shared memory are those of the whole kernel. One launch runs `layers` layers of one
 step: layer i reads the raw columns of qkv from copy i of tiles.Buffers and leaves its output there.
@@ -6,24 +7,19 @@ As in the whole kernel a layer waits for the words of the one before, each warp 
 columns, as the matrix behind attention would.
 """
 
+import importlib
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
-from cute_kernels.gpu.attention import (
-    begin_produce,
-    begin_step,
-    produce_kv,
-    run_attention,
-    stamp,
-    take_rows,
-)
+from cute_kernels.gpu.attention import stamp, take_rows
 from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, ROWS, Config
 from cute_kernels.gpu.core import Core, arg, carve, desc_word, init_barriers, places
-from cute_kernels.gpu.kernel import register_split
+from cute_kernels.gpu.kernel import call, register_split
 from cute_kernels.gpu.tiles import Buffers
 
 DESC_WORDS = int(Desc.PATH) + 2 * ROWS
@@ -44,13 +40,16 @@ def take_output(k: cutlass.Constexpr, rows: Int32, out: Int64):
 
 
 @cute.jit
-def run_consumers(k: cutlass.Constexpr, act: Int64, rows: Int32, layers: Int32):
+def run_consumers(k: cutlass.Constexpr, form: cutlass.Constexpr, act: Int64, rows: Int32,
+                  layers: Int32):  # fmt: skip
     b = Buffers.of(k.c)
-    begin_step(k, rows)
+    form.begin_step(k, rows)
+    if cutlass.const_expr(hasattr(form, "keys_written")):
+        form.keys_written(k)
     sync.consumer_sync(k.c.warps * 32)
     stage, parity, cur = Int32(0), Int32(0), act
     for layer in cutlass.range(layers, unroll=1):
-        stage, parity = run_attention(k, rows, layer, cur, stage, parity)
+        stage, parity = call(form, "run_attention", k, rows, layer, cur, stage, parity)
         take_output(k, rows, cur + b.a)
         stamp(k, 8)
         sync.consumer_sync(k.c.warps * 32)
@@ -58,24 +57,26 @@ def run_consumers(k: cutlass.Constexpr, act: Int64, rows: Int32, layers: Int32):
 
 
 @cute.jit
-def run_producer(k: cutlass.Constexpr, layers: Int32):
-    step = begin_produce(k)
+def run_producer(k: cutlass.Constexpr, form: cutlass.Constexpr, layers: Int32):
+    step = form.begin_produce(k)
     stage, parity, issued = Int32(0), Int32(0), Int32(0)
     landed, landed_parity = Int32(0), Int32(0)
     for layer in cutlass.range(layers, unroll=1):
-        stage, parity, issued, landed, landed_parity = produce_kv(
-            k, step, layer, stage, parity, issued, landed, landed_parity
+        stage, parity, issued, landed, landed_parity = call(
+            form, "produce_kv", k, step, layer, stage, parity, issued, landed, landed_parity
         )
 
 
-def make_attention(c: Config):
+def make_attention(c: Config, form: str = "attention"):
     """Returns (jit launcher, example arguments, launch geometry).
 
+    form: attention.py, or draft_attention.py with the drafter's entries of the table.
     Arguments: the table of arguments.Arg (ACT, BOARD with a descriptor, KV_POOL, PAGE_TABLE, ROPE,
     QK_NORM, with timing TIMES), layers: copies of Buffers in ACT, whose part and a must be EMPTY.
     """
 
     few, many = register_split(c)
+    module = importlib.import_module(f"cute_kernels.gpu.{form}")
 
     @cute.kernel
     def kernel(args: Int64, layers: Int32):
@@ -90,6 +91,7 @@ def make_attention(c: Config):
         k.args, k.zero = args, Uint32(layers >> 30)
         k.stamps = arg(k, Arg.TIMES)
         k.kv_pool, k.pages = arg(k, Arg.KV_POOL), arg(k, Arg.PAGE_TABLE)
+        k.draft_layers = Int32(c.shape.layers)
         if tid < DESC_WORDS:
             word = sync.ld_word(arg(k, Arg.BOARD) + Int64(tid) * 4)
             sync.sts_int(k.desc + tid * 4, word)
@@ -98,13 +100,13 @@ def make_attention(c: Config):
             if cutlass.const_expr(c.setmaxnreg):
                 cute.arch.setmaxregister_decrease(few)
             if k.wid == c.warps:
-                run_producer(k, layers)
+                run_producer(k, module, layers)
         else:
             if cutlass.const_expr(c.setmaxnreg):
                 cute.arch.setmaxregister_increase(many)
-            run_consumers(k, arg(k, Arg.ACT), desc_word(k, Desc.ROWS), layers)
+            run_consumers(k, module, arg(k, Arg.ACT), desc_word(k, Desc.ROWS), layers)
 
-    kernel.set_name_prefix("md_attention", keep_mangled_name=False, remove_cutlass_symbol=True)
+    kernel.set_name_prefix(f"md_{form}", keep_mangled_name=False, remove_cutlass_symbol=True)
     geometry = dict(grid=c.ctas, block=c.block, cluster=1, smem=c.smem_bytes)
 
     @cute.jit

@@ -12,11 +12,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.attention_plan import ROWS, halves
-from cute_kernels.gpu.attention_tail import tail_slot
+from cute_kernels.gpu.attention_blocks import NEG_INF
+from cute_kernels.gpu.attention_plan import ROWS, TAIL_GROUPS, halves
+from cute_kernels.gpu.attention_tail import tail_at
 from cute_kernels.gpu.fragments import bf16_pair, exp2, put_word, unpack_pair
-
-NEG_INF = -float("inf")
 
 
 # -- the two halves of a block's keys ------------------------------------------------------------
@@ -99,9 +98,10 @@ def lanes_per_split(k):
 
 @cute.jit
 def take_parts(k: cutlass.Constexpr, u: cute.Tensor, head: Int32, row_at: Int64,
-               main_blocks: Int32):  # fmt: skip
-    """Wait for all parts of a row. A lane has 4 words of every (32 / lanes_per_split)th split and
-    the statistics of one. Splits without a block publish nothing: they are an exact identity."""
+               main_blocks: Int32, polled: cutlass.Constexpr = True):  # fmt: skip
+    """Wait for all parts of a row; without `polled` they are there. A lane has 4 words of every
+    (32 / lanes_per_split)th split and the statistics of one. Splits without a block publish
+    nothing: they are an exact identity."""
     c, lanes = k.c, lanes_per_split(k)
     n, row_bytes = c.splits * lanes // 32, 2 * c.shape.head_dim
     sums_at = row_at + Int64((k.lane // lanes) * c.part_bytes + head * row_bytes)
@@ -116,17 +116,25 @@ def take_parts(k: cutlass.Constexpr, u: cute.Tensor, head: Int32, row_at: Int64,
     awaited = split < main_blocks
     u[4 * n] = sync.select(awaited, Uint32(sync.EMPTY), sync.as_bits(Float32(NEG_INF)))
     u[4 * n + 1] = sync.select(awaited, Uint32(sync.EMPTY), Uint32(0))
-    missing, tries, since = Uint32(1), Int32(0), Int64(0)
-    while missing != 0:
-        for i in cutlass.range_constexpr(n):
-            mine = [u[4 * i + e] for e in range(4)]
-            at = sums_at + Int64(i * (32 // lanes) * c.part_bytes)
-            for e, v in enumerate(sync.ld_missing_words(at, mine, sync.largest(mine))):
-                u[4 * i + e] = v
-        mine = [u[4 * n], u[4 * n + 1]]
-        u[4 * n], u[4 * n + 1] = sync.ld_missing_words(stats_at, mine, sync.largest(mine))
-        missing = sync.any_lane_empty(sync.largest([u[i] for i in range(4 * n + 2)]))
-        tries, since = sync.overdue(tries, since)
+    if cutlass.const_expr(polled):
+        missing, tries, since = Uint32(1), Int32(0), Int64(0)
+        while missing != 0:
+            missing = ask_parts(k, u, sums_at, stats_at)
+            tries, since = sync.overdue(tries, since)
+    else:
+        ask_parts(k, u, sums_at, stats_at)
+
+
+def ask_parts(k, u, sums_at, stats_at):
+    """One round of loads of what is missing; 1 if any lane still misses something."""
+    n, each = k.c.splits * lanes_per_split(k) // 32, 32 // lanes_per_split(k) * k.c.part_bytes
+    for i in range(n):
+        mine = [u[4 * i + e] for e in range(4)]
+        for e, v in enumerate(sync.ld_missing_words(sums_at + i * each, mine, sync.largest(mine))):
+            u[4 * i + e] = v
+    mine = [u[4 * n], u[4 * n + 1]]
+    u[4 * n], u[4 * n + 1] = sync.ld_missing_words(stats_at, mine, sync.largest(mine))
+    return sync.any_lane_empty(sync.largest([u[i] for i in range(4 * n + 2)]))
 
 
 def merge_dim(k, w):
@@ -136,23 +144,28 @@ def merge_dim(k, w):
     return (place % lanes) * 8 + (place // lanes) * 2
 
 
-def merge_words(k, u, tail):
-    """Splits of equal remainder ascending, then those sums in pairs, then the tail; four words of
-    this lane's 8 outputs."""
+def merge_words(k, p, u, slot, head):
+    """Splits of equal remainder ascending, then the tail's groups likewise, then those sums in
+    pairs; four words of this lane's 8 outputs."""
     c, lanes = k.c, lanes_per_split(k)
     n = c.splits * lanes // 32
-    top_tail, den_tail = sync.lds_pair(tail + c.shape.head_dim * 4)
     mine = sync.as_float(u[4 * n])
     top, den = mine, sync.as_float(u[4 * n + 1])
+    if p.tail:
+        has_group = k.lane < TAIL_GROUPS
+        at = tail_at(k, p, slot, cutlass.min(k.lane, TAIL_GROUPS - 1), head)
+        top_tail, den_tail = sync.lds_pair(at + c.shape.head_dim * 4)
+        top = sync.maximum([top, sync.choose(has_group, top_tail, NEG_INF)])
     for shift in range(5):
         top = sync.maximum([top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift)])
-    top = sync.maximum([top, top_tail])
     e = exp2(mine - top)
     den = sync.choose(k.lane < c.splits, den * e, 0.0)
+    if p.tail:
+        e_tail = sync.choose(has_group, exp2(top_tail - top), 0.0)
+        den = den + den_tail * e_tail
     for shift in range(5):
         den = den + cute.arch.shuffle_sync_bfly(den, offset=1 << shift)
-    e_tail = exp2(top_tail - top)
-    inverse = 1.0 / (den + den_tail * e_tail)
+    inverse = 1.0 / den
     o = [Float32(0.0)] * 8
     for i in range(n):
         factor = cute.arch.shuffle_sync(e, (32 // lanes) * i + k.lane // lanes)
@@ -160,28 +173,44 @@ def merge_words(k, u, tail):
             pair = unpack_pair(u[4 * i + w])
             for d in range(2):
                 o[2 * w + d] = o[2 * w + d] + pair[d] * factor
+    if p.tail:
+        add_tail(k, p, o, e_tail, slot, head)
     words = []
     for w in range(4):
-        own = sync.lds_pair(tail + merge_dim(k, w) * 4)
         for d in range(2):
             # x + y is the same either way round: every lane has one and the same total
             v, offset = o[2 * w + d], lanes
             while offset < 32:
                 v = v + cute.arch.shuffle_sync_bfly(v, offset=offset)
                 offset *= 2
-            o[2 * w + d] = (v + own[d] * e_tail) * inverse
+            o[2 * w + d] = v * inverse
         words.append(bf16_pair(o[2 * w], o[2 * w + 1]))
     return words
+
+
+def add_tail(k, p, o, e_tail, slot, head):
+    """The tail's groups, spread over the lanes like splits. e_tail: the factor of group `lane`."""
+    lanes = lanes_per_split(k)
+    for first in range(0, TAIL_GROUPS, 32 // lanes):
+        group = first + k.lane // lanes
+        factor = cute.arch.shuffle_sync(e_tail, group)
+        at = tail_at(k, p, slot, cutlass.min(group, TAIL_GROUPS - 1), head)
+        for w in range(4):
+            own = sync.lds_pair(at + merge_dim(k, w) * 4)
+            for d in range(2):
+                o[2 * w + d] = o[2 * w + d] + own[d] * factor
 
 
 @cute.jit
 def publish_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, head: Int32,
                 row: Int32, slot: Int32, out: Int64):  # fmt: skip
     c = k.c
-    words = merge_words(k, u, tail_slot(p, slot, head, c.group_heads))
+    words = merge_words(k, p, u, slot, head)
     col = (p.kv_head * c.group_heads + head) * c.shape.head_dim
     for w in cutlass.range_constexpr(4):
-        put_word(k.lane < lanes_per_split(k), out, row, col + merge_dim(k, w), words[w])
+        put_word(
+            k.lane < lanes_per_split(k), out, row, col + merge_dim(k, w), words[w], p.chunk_bytes
+        )
 
 
 def row_parts(k, p, part, row):

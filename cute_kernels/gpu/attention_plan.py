@@ -8,12 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 
 ROWS = 16  # most rows of a step
-TAIL_KEYS = 96  # room for the keys c(p) .. p of a row, at most 15 + 64 of them
+TAIL_GROUPS = 3  # of 32 keys: those at c(p) .. p of a row, at most 15 + 64
 
 
 def halves(c) -> int:
     """Warps that share the keys of a block for one query head."""
     return 2 if c.warps >= 2 * c.group_heads else 1
+
+
+def merged_rows(c) -> int:
+    """Rows of a step that one CTA merges, at most."""
+    return -(-ROWS // c.splits)
+
+
+def tail_slots(c) -> int:
+    """Rows whose tails are in shared memory at once: one is written while another is read."""
+    return min(merged_rows(c), 2)
 
 
 def exchange_bytes(c) -> int:
@@ -57,19 +67,19 @@ class AttentionSmem:
     """Byte offsets in attention's part of shared memory, whose start is aligned to 1,024.
 
     new: this step's K and V rows of the CTA's kv head, as in a page. rope: rotary factors of the
-    rows, `rope_stride` bytes a row. tails: per slot and query head, `tail_stride` bytes: a row of Q
-    in K's order as fp32, later the tail's sums, maximum and denominator. stats: maxima and
-    denominators that a warp gives its partner. keys: (probability, address) of the tail's keys, per
-    head. places: per row, where its K and V go: page * 64 + offset. step: numbers of the step.
+    rows, `rope_stride` bytes a row. queries: of the rows that the CTA merges, by slot: Q of all its
+    heads, as MMA operands. tails: per slot, group of keys and query head, `tail_stride` bytes: a
+    tail's sums, maximum and denominator. stats: maxima and denominators that a warp gives its
+    partner. places: per row, where its K and V go: page * 64 + offset. step: numbers of the step.
     """
 
     rope_stride: int
     tail_stride: int
     new: int
     rope: int
+    queries: int
     tails: int
     stats: int
-    keys: int
     places: int
     step: int
     bytes: int
@@ -82,9 +92,9 @@ class AttentionSmem:
         sizes = (
             2 * ROWS * 2 * d,
             ROWS * rope_stride,
-            2 * heads * tail_stride,
+            merged_rows(c) * heads * 2 * d,
+            tail_slots(c) * TAIL_GROUPS * heads * tail_stride,
             heads * 2 * 8 * 16,
-            heads * TAIL_KEYS * 8,
             ROWS * 4,
             16,
         )

@@ -14,34 +14,68 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.gpu import sync
+from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.attention_plan import AttentionSmem, stages_per_block
 from cute_kernels.gpu.board import Desc
-from cute_kernels.gpu.config import KV_COPY
+from cute_kernels.gpu.config import CHUNK_BYTES, KV_COPY
 from cute_kernels.gpu.ring import issue
 from cute_kernels.gpu.rotary import load_rope
 
 
 class Places:
-    """Trace-time: where attention's parts lie in shared memory, and which share is this CTA's."""
+    """Trace-time: where attention's parts lie in shared memory, which share is this CTA's, and
+    what its rows are. A form of attention sets here what is its own, and uses the same functions.
+
+    positions: shared address of int32 [rows], the absolute positions of the rows of the tile; None:
+    they stand at Desc.POSITION and on, one by one.
+    paths, path_bytes: shared address of the rows' paths, that many bytes each, root first: 8, rows
+    as nibbles (Desc.PATH), or 16, a byte a row (board.RowWord.PATH).
+    new: shared address of the step's own K and V rows, [2][16] as in a page; None: row i's lie in
+    its page at position Desc.COMMITTED + i, and come with the ring like any other key.
+    chunk_bytes: of 32 columns of the output (word_at).
+    norms, normed, rope_table: where the RMSNorms of q and k are, whether there are any, and the
+    rotary factors. tail: whether rows have keys beside those in blocks (attention_tail.py).
+    polled: whether parts of splits are awaited word by word.
+    """
+
+    norms, rope_table, tail, polled = Arg.QK_NORM, Arg.ROPE, True, True
+    path_bytes, chunk_bytes = 8, CHUNK_BYTES
 
     def __init__(self, k):
         self.smem = s = AttentionSmem.of(k.c)
         base = k.attention
-        self.new, self.rope, self.tails = base + s.new, base + s.rope, base + s.tails
-        self.stats, self.keys = base + s.stats, base + s.keys
+        self.new, self.rope, self.queries = base + s.new, base + s.rope, base + s.queries
+        self.tails, self.stats = base + s.tails, base + s.stats
         self.places, self.step = base + s.places, base + s.step
+        self.positions = k.desc + 4 * int(Desc.ROW_POSITION)
+        self.paths = k.desc + 4 * int(Desc.PATH)
+        self.normed = k.c.shape.qk_norm
         shift = k.c.splits.bit_length() - 1
         self.kv_head, self.split = k.bid >> shift, k.bid & (k.c.splits - 1)
 
 
-def desc_int(k, field, row=0):
-    """A word of the descriptor, or of a row's array in it."""
-    return sync.lds_int(k.desc + (row + int(field)) * 4)
+def row_position(k, p, row):
+    if p.positions is None:
+        return desc_int(k, Desc.POSITION) + row
+    return sync.lds_int(p.positions + row * 4)
 
 
-def block_range(k, rows):
+def path_row(p, row, depth):
+    """The row at that depth of a row's path."""
+    if p.path_bytes == 16:
+        return sync.lds_byte(p.paths + row * 16 + depth)
+    both = sync.lds_byte(p.paths + row * 8 + (depth >> 1))
+    return (both >> ((depth & 1) * 4)) & 15
+
+
+def desc_int(k, field):
+    """A word of the descriptor."""
+    return sync.lds_int(k.desc + int(field) * 4)
+
+
+def block_range(k, p, rows):
     """(first block in a tail, blocks of tails, blocks below the largest c(p)); all lanes."""
-    position = desc_int(k, Desc.ROW_POSITION, cutlass.min(k.lane, rows - 1))
+    position = row_position(k, p, cutlass.min(k.lane, rows - 1))
     low = high = cutlass.max(position - 15, 0) >> 6
     for shift in range(5):
         low = cutlass.min(low, cute.arch.shuffle_sync_bfly(low, offset=1 << shift))
@@ -52,19 +86,25 @@ def block_range(k, rows):
 
 # -- consumers ---------------------------------------------------------------------------------
 @cute.jit
+def load_factors(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32):
+    """Consumer warps: the rows' rotary factors."""
+    per_row = min(k.c.shape.head_dim // 4, 32)  # lanes
+    row = (k.wid * 32 + k.lane) // per_row
+    while row < rows:
+        to = p.rope + row * p.smem.rope_stride
+        load_rope(k, p, row_position(k, p, row), to, k.lane % per_row, per_row)
+        row = row + k.c.warps * 32 // per_row
+
+
+@cute.jit
 def begin_step(k: cutlass.Constexpr, rows: Int32):
     """Consumer warps, once a DECODE step behind the gate: the rows' rotary factors, where their K
     and V go, and the range of blocks. A barrier of the consumers must follow."""
     c, p = k.c, Places(k)
     if p.kv_head < c.shape.kv_heads:
-        per_row = min(c.shape.head_dim // 4, 32)  # lanes
-        row = (k.wid * 32 + k.lane) // per_row
-        while row < rows:
-            to = p.rope + row * p.smem.rope_stride
-            load_rope(k, desc_int(k, Desc.ROW_POSITION, row), to, k.lane % per_row, per_row)
-            row = row + c.warps * 32 // per_row
+        load_factors(k, p, rows)
         if k.wid == 0:
-            tail_first, tail_count, main_blocks = block_range(k, rows)
+            tail_first, tail_count, main_blocks = block_range(k, p, rows)
             if k.lane == 0:
                 sync.sts_words(p.step, [tail_first, tail_count, main_blocks, rows])
         if (k.wid == 1) & (k.lane < rows):
@@ -86,7 +126,7 @@ def begin_produce(k: cutlass.Constexpr):
     of its first two blocks."""
     c, p = k.c, Places(k)
     rows = desc_int(k, Desc.ROWS)
-    tail_first, tail_count, main_blocks = block_range(k, rows)
+    tail_first, tail_count, main_blocks = block_range(k, p, rows)
     n_main = cutlass.max(main_blocks - p.split + c.splits - 1, 0) // c.splits
     total = n_main
     if p.split < rows:

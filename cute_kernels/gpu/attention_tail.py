@@ -1,40 +1,62 @@
-"""The tail of a row: its keys c(p) .. p, along its own path, one by one in position order.
+"""The tail of a row: its keys c(p) .. p, along its own path, in groups of 32 by position.
 
-Committed keys lie in ring stages, the step's own in shared memory; a key's row looks the same in
-both. The address of a row carries the row's swizzle in its low bits: piece i lies at `at ^ 16 i`.
+A group is multiplied like 32 keys of a block (attention_blocks.py), but its rows are gathered:
+committed keys lie in ring stages, the step's own in shared memory or in stages too, and ldmatrix
+takes any rows. What the rows of a tile are to a block, the query heads of the kv head are here: the
+tail of one row for all of them is one product. A group's sums depend on the row's position and on
+the keys of its path alone.
+
+The address of a key's row carries the row's swizzle in its low bits: piece i lies at `at ^ 16 i`.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.attention_plan import ROWS, TAIL_KEYS, stages_per_block
-from cute_kernels.gpu.attention_stream import desc_int
+from cute_kernels.gpu.attention_blocks import (
+    NEG_INF,
+    add_values,
+    filled,
+    quad_max,
+    quad_sum,
+    score_scale,
+    scores,
+    sums_seen,
+    total,
+)
+from cute_kernels.gpu.attention_plan import ROWS, TAIL_GROUPS, stages_per_block
+from cute_kernels.gpu.attention_stream import desc_int, path_row, row_position
 from cute_kernels.gpu.board import Desc
-from cute_kernels.gpu.fragments import exp2, unpack_pair
+from cute_kernels.gpu.fragments import constant, exp2
 from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.ring import advance
-
-NEG_INF = -float("inf")
-TAIL_STEP = 16  # tail keys whose loads are in flight together
 
 
 def row_address(base, row, row_bytes):
     return base + row * row_bytes + ((row & 7) << 4)
 
 
-def tail_slot(p, slot, head, heads):
-    """Shared address of a tail's place: Q in K's order, then sums; maximum and denominator."""
-    return p.tails + (slot * heads + head) * p.smem.tail_stride
+def tail_at(k, p, slot, group, head):
+    """Shared address of a group's sums of a head, maximum and denominator."""
+    index = (slot * TAIL_GROUPS + group) * k.c.group_heads + head
+    return p.tails + index * p.smem.tail_stride
+
+
+def query_at(k, p, slot, head, t):
+    """Shared address of what lane t of a quad holds of a head's row of Q: d / 8 words."""
+    return p.queries + ((slot * k.c.group_heads + head) * 4 + t) * (k.c.shape.head_dim // 2)
 
 
 @cute.jit
-def key_row(k: cutlass.Constexpr, p: cutlass.Constexpr, pos: Int32, committed: Int32,
-            path0: Uint32, path1: Uint32, tail: Int32, tail_first: Int32):  # fmt: skip
-    """(shared address of the K row, of the V row) of the key at a position. tail: the stage of the
-    first tail block."""
+def key_row(k: cutlass.Constexpr, p: cutlass.Constexpr, row: Int32, pos: Int32, committed: Int32,
+            tail: Int32, tail_first: Int32):  # fmt: skip
+    """(shared address of the K row, of the V row) of the key at a position of a row's path. tail:
+    the stage of the first tail block."""
     per_block, row_bytes = stages_per_block(k.c), 2 * k.c.shape.head_dim
+    if cutlass.const_expr(p.new is None):
+        if pos >= committed:
+            pos = committed + path_row(p, row, pos - committed)
     stage = tail + ((pos >> 6) - tail_first) * per_block
     if stage >= k.ring.n:
         stage = stage - k.ring.n
@@ -43,111 +65,30 @@ def key_row(k: cutlass.Constexpr, p: cutlass.Constexpr, pos: Int32, committed: I
         values = stage + 1
         if values == k.ring.n:
             values = Int32(0)
-    row = pos & 63
+    place = pos & 63
     key_base = k.ring.base + stage * k.ring.stage_bytes
     value_base = k.ring.base + values * k.ring.stage_bytes
     if cutlass.const_expr(per_block == 1):
         value_base = value_base + PAGE * row_bytes
-    if pos >= committed:
-        d = pos - committed
-        path = path0
-        if d >= 8:
-            path = path1
-        row = Int32((path >> Uint32((d & 7) * 4)) & Uint32(15))
-        key_base, value_base = p.new, p.new + ROWS * row_bytes
-    return row_address(key_base, row, row_bytes), row_address(value_base, row, row_bytes)
-
-
-def dot_pieces(sums, at, q_at):
-    """Adds 64 products of a K row and Q, to four sums by place in a piece's words."""
-    for piece in range(8):
-        words = sync.lds_words(at ^ (piece << 4))
-        q = []
-        for part in range(2):
-            q += sync.lds_quad(q_at + (piece * 8 + part * 4) * 4)
-        for e in range(4):
-            lo, hi = unpack_pair(words[e])
-            sums[e] = hi * q[2 * e + 1] + (lo * q[2 * e] + sums[e])
-    return sums
-
-
-def dot_row(k, at, q_at):
-    """One key's products in one order."""
-    sums = [Float32(0.0)] * 4
-    for part in range(k.c.shape.head_dim // 64):
-        sums = dot_pieces(sums, at + part * 128, q_at + part * 256)
-    return (sums[0] + sums[1]) + (sums[2] + sums[3])
+    if cutlass.const_expr(p.new is not None):
+        if pos >= committed:
+            place = path_row(p, row, pos - committed)
+            key_base, value_base = p.new, p.new + ROWS * row_bytes
+    return row_address(key_base, place, row_bytes), row_address(value_base, place, row_bytes)
 
 
 @cute.jit
-def tail_scores(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, q_at: Int32, n: Int32,
-                first: Int32, committed: Int32, path0: Uint32, path1: Uint32, tail: Int32,
-                tail_first: Int32):  # fmt: skip
-    """Lane-parallel scores of the row's tail keys; returns their maximum. (probability fp32,
-    address of the V row) of every key go to shared memory; beyond n the probability is 0 and the
-    row a readable one, so that the sums below may run over whole groups of keys."""
-    top = Float32(NEG_INF)
-    scale = k.c.shape.head_dim**-0.5 * 1.4426950408889634
-    at = p.keys + (head * TAIL_KEYS + k.lane) * 8
-    rounds = (n + 31) >> 5
-    for r in cutlass.range(rounds, unroll=1):
-        i = k.lane + 32 * r
-        key, value_row = key_row(
-            k, p, first + cutlass.min(i, n - 1), committed, path0, path1, tail, tail_first
-        )
-        score = sync.choose(i < n, dot_row(k, key, q_at) * scale, NEG_INF)
-        sync.sts_pair(at + 256 * r, score, sync.as_float(value_row))
-        top = sync.maximum([top, score])
-    for shift in cutlass.range_constexpr(5):
-        top = sync.maximum([top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift)])
-    for r in cutlass.range(rounds, unroll=1):
-        sync.sts(at + 256 * r, exp2(sync.lds(at + 256 * r) - top))
-    cute.arch.sync_warp()
-    return top
-
-
-def add_values(k, at, den, o):
-    """TAIL_STEP keys, one by one; loads first, so that their latencies overlap. o: of this lane's
-    dimensions 2 lane, 2 lane + 1, and of those 64 further on."""
-    pairs = [sync.lds_pair(at + 8 * i) for i in range(TAIL_STEP)]
-    words = []
-    for _, row in pairs:
-        row = (sync.as_int(row) ^ ((k.lane >> 2) << 4)) + (k.lane & 3) * 4
-        words.append([sync.lds_word(row + 128 * i) for i in range(len(o) // 2)])
-    for (p, _), mine in zip(pairs, words, strict=True):
-        den = den + p
-        for i, word in enumerate(mine):
-            lo, hi = unpack_pair(word)
-            o[2 * i], o[2 * i + 1] = o[2 * i] + p * lo, o[2 * i + 1] + p * hi
-    return den
-
-
-@cute.jit
-def tail_values(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, n: Int32,
-                o: cute.Tensor):  # fmt: skip
-    """Sums over the tail in position order; returns the denominator."""
-    den, dims = Float32(0.0), k.c.shape.head_dim // 32
-    at = p.keys + head * TAIL_KEYS * 8
-    for i in cutlass.range_constexpr(dims):
-        o[i] = Float32(0.0)
-    for _ in cutlass.range((n + TAIL_STEP - 1) // TAIL_STEP, unroll=1):
-        mine = [o[i] for i in range(dims)]
-        den = add_values(k, at, den, mine)
-        for i in cutlass.range_constexpr(dims):
-            o[i] = mine[i]
-        at = at + TAIL_STEP * 8
-    return den
-
-
-@cute.jit
-def stage_query(k: cutlass.Constexpr, to: Int32, row: Int32, q: cute.Tensor):
-    """One row of Q, from the warp's head rows, as fp32 in K's order."""
+def stage_query(k: cutlass.Constexpr, p: cutlass.Constexpr, q: cute.Tensor, head: Int32,
+                row: Int32, slot: Int32):  # fmt: skip
+    """The warp that has rows of this head: one row of Q, for `run_tail` behind a barrier."""
     half = k.c.shape.head_dim // 8  # words of a block of rows
     if (k.lane >> 2) == (row & 7):
-        for i in cutlass.range_constexpr(half):
-            lo, hi = unpack_pair(sync.select(row >= 8, q[half + i], q[i]))
-            sync.sts_pair(to + (i * 8 + 2 * (k.lane & 3)) * 4, lo, hi)
-    cute.arch.sync_warp()
+        to = query_at(k, p, slot, head, k.lane & 3)
+        for i in cutlass.range_constexpr(0, half, 4):
+            sync.sts_words(
+                to + i * 4,
+                [sync.select(row >= 8, q[half + i + e], q[i + e]) for e in range(4)],
+            )
 
 
 @cute.jit
@@ -157,28 +98,65 @@ def wait_for_tail(k: cutlass.Constexpr, tail_count: Int32, stage: Int32, parity:
         stage, parity = advance(k.ring, stage, parity)
 
 
+def load_query(k, p, slot):
+    """A row of Q of all heads as an A operand whose rows 8 to 15 are zero; heads that the kv head
+    does not have repeat its last."""
+    d = k.c.shape.head_dim
+    head = cutlass.min(k.lane >> 2, k.c.group_heads - 1)
+    at, words = query_at(k, p, slot, head, k.lane & 3), []
+    for i in range(0, d // 8, 4):
+        words += sync.lds_words(at + i * 4)
+    return words + [constant(0)] * (d // 8)
+
+
+def multiply_group(k, q, rows, left, m, den, o):
+    """rows: shared address of the group's (address of the K row, of the V row). left: keys of it
+    that count."""
+    i = k.lane
+    keys = [sync.lds_int(rows + (8 * j + (i & 7)) * 8) ^ ((i >> 3) << 4) for j in range(4)]
+    values = [sync.lds_int(rows + (16 * u + (i & 15)) * 8 + 4) ^ ((i >> 4) << 4) for u in range(2)]
+    tiles = scores(k, q, lambda j, chunk: keys[j] ^ (chunk * 64))
+    first = 2 * (i & 3)
+    s = [
+        sync.choose(8 * j + first + e < left, tile[e], NEG_INF)
+        for j, tile in enumerate(tiles)
+        for e in range(2)
+    ]
+    m[0] = quad_max(sync.maximum(s)) * score_scale(k)
+    s = [exp2(v * score_scale(k) - m[0]) for v in s]
+    prob = [s[2 * j + e] if half == 0 else Float32(0.0)
+            for j in range(4) for half in range(2) for e in range(2)]  # fmt: skip
+    den[0] = quad_sum(total(s))
+    add_values(k, o, prob, lambda u, n: values[u] ^ (n << 4))
+
+
 @cute.jit
-def run_tail(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, row: Int32, slot: Int32,
-             q: cute.Tensor, stage: Int32, tail_first: Int32):  # fmt: skip
-    """The tail of a row, whose stages have arrived; leaves head_dim sums, maximum and denominator
-    in the slot. Returns a word that depends on everything read from the ring."""
-    pos = desc_int(k, Desc.ROW_POSITION, row)
-    path0, path1 = sync.lds_pair(k.desc + (int(Desc.PATH) + 2 * row) * 4)
+def run_tail(k: cutlass.Constexpr, p: cutlass.Constexpr, row: Int32, slot: Int32, group: Int32,
+             to: Int32, stage: Int32, tail_first: Int32):  # fmt: skip
+    """One warp: a group of the tail of a row whose stages have arrived and whose Q is in `slot`.
+
+    Leaves every head's head_dim sums, maximum and denominator at `to` (tail_at of head 0); zeros,
+    -inf and zero where the row has no such keys. Returns a word that depends on everything read
+    from the ring."""
+    d = k.c.shape.head_dim
+    pos = row_position(k, p, row)
     first = (cutlass.max(pos - 15, 0) >> 6) << 6
-    to = tail_slot(p, slot, head, k.c.group_heads)
-    stage_query(k, to, row, q)
-    n = pos - first + 1
-    top = tail_scores(
-        k, p, head, to, n, first, desc_int(k, Desc.COMMITTED), sync.as_bits(path0),
-        sync.as_bits(path1), stage, tail_first,
-    )  # fmt: skip
-    dims = k.c.shape.head_dim // 32
-    o = cute.make_rmem_tensor(cute.make_layout(dims), Float32)
-    den = tail_values(k, p, head, n, o)
-    seen = sync.as_bits(top)
-    for i in cutlass.range_constexpr(dims // 2):  # Q's place: it has been read
-        sync.sts_pair(to + (64 * i + 2 * k.lane) * 4, o[2 * i], o[2 * i + 1])
-        seen = seen | sync.as_bits(o[2 * i]) | sync.as_bits(o[2 * i + 1])
-    if k.lane == 0:
-        sync.sts_pair(to + k.c.shape.head_dim * 4, top, den)
-    return seen
+    left = pos + 1 - (first + 32 * group)
+    m, den, o = filled(1, NEG_INF), filled(1, 0.0), filled(d // 2, 0.0)
+    if left > 0:
+        # beyond the last key this one again: its row can be read, and it counts for nothing
+        at = first + 32 * group + cutlass.min(k.lane, left - 1)
+        key, value = key_row(k, p, row, at, desc_int(k, Desc.COMMITTED), stage, tail_first)
+        # by way of the place of the sums: ptxas schedules nothing across a shuffle
+        sync.sts_pair(to + k.lane * 8, sync.as_float(key), sync.as_float(value))
+        cute.arch.sync_warp()
+        multiply_group(k, load_query(k, p, slot), to, left, m, den, o)
+    cute.arch.sync_warp()
+    head, t = k.lane >> 2, k.lane & 3
+    if head < k.c.group_heads:
+        to = to + head * p.smem.tail_stride
+        for n in cutlass.range_constexpr(d // 8):
+            sync.sts_pair(to + (8 * n + 2 * t) * 4, o[4 * n], o[4 * n + 1])
+        if t == 0:
+            sync.sts_pair(to + d * 4, m[0], den[0])
+    return sums_seen(k, o)

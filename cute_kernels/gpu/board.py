@@ -6,11 +6,14 @@ every CTA has delivered its *results* of the step, and to do that it has read th
 layout here, free of cutlass, so that host, device and tests share it.
 
 A CTA delivers its results of DECODE, ROWS and DRAFT through RESULT, of PROMPT, LEAVE and a DRAFT
-without rows by adding 1 to DONE (red.release.gpu). CTA r takes the results of row r: in a DRAFT step
-it ranks the row's logits (rank.py), else it decides its token (decide.py) if Desc.DECIDE asks for it;
-whoever takes a row's results sets them back to EMPTY. CTA 0 then makes the tree of the ranks
-(tree.py), in ROW_TABLE, and the service warp the descriptor of the step that verifies it. On LEAVE that is its last access to the board: only then may the service warp
-write FIRST_TAG, since a CTA that starts late would otherwise begin with the tag it should wait for.
+without rows by adding 1 to DONE (red.release.gpu). On LEAVE that is its last access to the board:
+only then may the service warp write FIRST_TAG, since a CTA that starts late would otherwise begin
+with the tag it should wait for.
+
+CTA r takes the results of row r: in a DRAFT step it ranks the row's logits (rank.py), else it
+decides its token (decide.py) if Desc.DECIDE asks for it; whoever takes a row's results sets them
+back to EMPTY. CTA 0 then makes the tree of the ranks (tree.py), in ROW_TABLE, and the service warp
+the descriptor of the step that verifies it.
 
 A PROMPT step reads its tokens, int32 by absolute position, from the array TOKENS of the kernel's
 arguments; the service warp has copied them there, and a DECODE step's token comes in TOKEN.
@@ -69,7 +72,7 @@ class Board(IntEnum):
     DESC = 0
     FIRST_TAG = 96  # the last tag of the launch before: read at the start, written on leaving
     DONE = 128  # CTAs that have finished a PROMPT step or are about to leave, monotone
-    BARRIER = 160  # the grid barrier of prompt phases: prompt.grid_barrier; starts at 0
+    BARRIER = 160  # see grid_barrier.py; starts at 0
     PHASE = 192  # a word a CTA: 1 + the phase it is in, 0 between steps
     RANK_TAG = 448  # [16]: the tag of the DRAFT step whose ranks of that row are complete
     TREE_TAG = 480  # the tag of the DRAFT step whose tree is complete in ROW_TABLE

@@ -67,11 +67,30 @@ ODD_768 = Shape("odd-768", 768, 2048, 12, 12, 64, 5003, 4)
 SHAPES = {s.name: s for s in (SMOLLM2, LLAMA_1B, LLAMA_8B, QWEN3_8B, ODD_960, ODD_768)}
 LAYER_KINDS = ("qkv", "o", "gu", "down")
 KINDS = (*LAYER_KINDS, "lm")
+DRAFT_KINDS = ("fc", "ckv")  # of a drafter, beside layers and a head like the target's
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What of a drafter is data to the kernel; its layers have the sizes of the target's.
+
+    taps: target layers whose outputs it reads. columns: of a head of its own, a multiple of 8; 0:
+    the target's head serves.
+    """
+
+    layers: int
+    taps: int
+    columns: int = 0
+
+    @property
+    def phases(self) -> int:
+        """Those behind the target's head: fc by taps, ckv, the layers, the head."""
+        return self.taps + 1 + 4 * self.layers + 1
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """One matrix of the step as the kernel sees it. `index` is its place in KINDS."""
+    """One matrix of the step as the kernel sees it. `ckv` is that of one layer of the drafter."""
 
     name: str
     cols: int
@@ -80,13 +99,14 @@ class Gemm:
     copies_per_unit: int
 
     @property
-    def index(self) -> int:
-        return KINDS.index(self.name)
-
-    @property
     def normed(self) -> bool:
         """RMSNorm in front: one factor per row, applied to the finished sums."""
-        return self.name in ("qkv", "gu", "lm")
+        return self.name in ("qkv", "gu", "lm", "ckv")
+
+    @property
+    def owned(self) -> bool:
+        """Its tiles belong to the CTAs that keep the residual's columns."""
+        return self.name in ("o", "down", "fc")
 
     @property
     def slab(self) -> int:
@@ -116,7 +136,7 @@ class Config:
     red_buffers: buffers of partial sums; with 2 a barrier per group of tiles goes.
     setmaxnreg: registers move from the other warps to the consumers.
     attention: between qkv and o, in `splits` parts of the context (without it, for tests of the
-    matrices alone, o reads q). prompt: PROMPT steps too.
+    matrices alone, o reads q). prompt: PROMPT steps too. draft: speculation too; it needs both.
     timing: every CTA notes when its phases begin and end.
     """
 
@@ -135,10 +155,12 @@ class Config:
     timing: bool = False
     attention: bool = True
     prompt: bool = True
+    draft: bool = True
     splits: int = 16
     phase: str = ""  # one phase as a kernel of its own, for graph baselines
     arch: str = "sm_90a"
-    gemms: tuple = field(init=False, default=())
+    gemms: tuple = field(init=False, default=())  # in the order of KINDS
+    draft_gemms: tuple = field(init=False, default=())  # of DRAFT_KINDS
 
     def __post_init__(self) -> None:
         s = self.shape
@@ -148,7 +170,11 @@ class Config:
             "gu": (2 * s.ffn, s.hidden),
             "down": (s.hidden, s.ffn),
             "lm": (-(-s.vocab // TILE) * TILE, s.hidden),
+            "fc": (s.hidden, s.hidden),
+            "ckv": (2 * s.kv_heads * s.head_dim, s.hidden),
         }
+        if not (self.attention and self.prompt) or self.phase:
+            object.__setattr__(self, "draft", False)
         self._check(self.warps % 2 == 0, "warps", "even")
         self._check(not self.setmaxnreg or self.warps % 4 == 0, "warps", "a multiple of 4")
         gemms = []
@@ -162,7 +188,8 @@ class Config:
                 copies += 1
                 self._check(copies <= unit // 512, "stage_bytes", f"fit for units of {unit} bytes")
             gemms.append(Gemm(name, cols, k, split, copies))
-        object.__setattr__(self, "gemms", tuple(gemms))
+        object.__setattr__(self, "gemms", tuple(gemms[: len(KINDS)]))
+        object.__setattr__(self, "draft_gemms", tuple(gemms[len(KINDS) :]))
         self._check(self.ctas % self.team == 0, "ctas", f"a multiple of {self.team}")
         fewest = min(self.gemm("gu").tiles, self.gemm("lm").tiles)
         self._check(self.ctas <= fewest, "ctas", f"at most the {fewest} tiles of gate/up and head")
@@ -212,7 +239,7 @@ class Config:
         return (-(-warps // 4) * 4 if self.setmaxnreg else warps) * 32
 
     def gemm(self, name: str) -> Gemm:
-        return self.gemms[KINDS.index(name)]
+        return next(g for g in (*self.gemms, *self.draft_gemms) if g.name == name)
 
     def team_tiles(self, name: str) -> np.ndarray:
         """Tiles of each team in a matrix whose tiles belong to teams."""
@@ -231,6 +258,11 @@ class Config:
     def logit_stride(self) -> int:
         """Columns of a row of logits: the vocabulary padded to tiles."""
         return self.gemm("lm").cols
+
+    @property
+    def draft_stride(self) -> int:
+        """Columns of a row of the drafter's logits: room for a head over all tokens."""
+        return self.logit_stride
 
     @property
     def group_heads(self) -> int:
@@ -255,6 +287,8 @@ class Config:
         if self.attention:
             plan["attention"] = attention_plan.AttentionSmem.of(self).bytes
             sums = max(sums, attention_plan.exchange_bytes(self))
+        if self.draft:  # verify.tail_task
+            sums = max(sums, ROWS * self.group_heads * 2 * self.shape.head_dim)
         plan |= {
             "partial sums": sums,
             "row squares": self.red_buffers * self.warps * ROWS * 4,
@@ -274,7 +308,7 @@ class Config:
     @cached_property
     def tag(self) -> str:
         """A readable name: the model and every field that is not at its default."""
-        skip = {"shape", "gemms", "arch"}
+        skip = {"shape", "gemms", "draft_gemms", "arch"}
         parts = [self.shape.name]
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)

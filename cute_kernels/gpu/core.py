@@ -42,6 +42,7 @@ class Core:
         residual: fp32 [own tile][64 pairs], the CTA's own columns; own: its part of `down`.
         results: the head's, [group][16 rows][4 words].
         told, gathered, cleared: mbarriers of the step loop; command: the janitor's; see kernel.py.
+        keys_side: a word, see context.tell_keys.
     Values
         zero: a run-time zero for `release_after`.
 
@@ -61,10 +62,10 @@ class Core:
         stream address `at` behind the `prefetched(k)` copies of phase 0 that it already issued.
         service.run_service(k): the whole life of the service warp.
 
-    The drafter. Its layers have the sizes of the target's and run through the same code; phases go
-    on behind the head: with P = 4 layers + 1, t taps and D layers of the drafter, P .. P + t - 1 are
-    `fc` (one tap each: W_fc f is a sum over taps), P + t is `ckv` (keys and values of all drafter
-    layers from c), then 4 a layer, and P + t + 1 + 4 D is its head. k.draft_layers, k.taps: Int32.
+    The drafter. Its layers have the sizes of the target's and run through the same code; phases
+    go on behind the head: with P = 4 layers + 1, t taps and D layers, P .. P + t - 1 are `fc` (one
+    tap each: W_fc f is a sum over taps), P + t is `ckv` (keys and values of all drafter layers from
+    c), then 4 a layer, and P + t + 1 + 4 D is its head. k.draft_layers, k.taps: Int32.
 
     A DRAFT step, in order, all of it by consumer warps of all CTAs unless said:
         compact.compact(k): target KV of the accepted rows to their places. Row ACCEPTED[i] of the
@@ -81,12 +82,12 @@ class Core:
         tree.grow_tree(k): CTA 0 waits for the ranks, writes ROW_TABLE, TREE_ROWS, then TREE_TAG.
     Behind the head of a DECODE or ROWS step with DECIDE, decide.decide_rows(k): CTA r waits for the
     results of row r, sets them back to EMPTY and writes DECISION of the row.
-    A ROWS step: verify.run_rows(k, stage, parity) -> (stage, parity), consumer warps, up to and with
-    publishing the results of all rows; verify.produce_rows(k, stage, parity, issued, landed,
-    landed_parity) -> those five: the producer. Its rows are those of ROW_TABLE, row i's key and value
-    at position POSITION + i; outputs are the bits of a DECODE step's.
-    Features: behind the tapped layers of DECODE, ROWS and PROMPT, row i of the step as bf16 into row
-    i of FEATURES.
+    A ROWS step: verify.run_rows(k, stage, parity) -> (stage, parity), consumer warps, up to and
+    with publishing the results of all rows; verify.produce_rows(k, stage, parity, issued, landed,
+    landed_parity) -> those five: the producer. Its rows are those of ROW_TABLE, row i's key and
+    value at position POSITION + i; outputs are the bits of a DECODE step's.
+    Features: behind the tapped layers of DECODE, ROWS and PROMPT, row i of the step as bf16 into
+    row i of FEATURES.
     Whoever waits for words of another CTA and then publishes puts `sync.fence_gpu()` in between.
     """
 
@@ -94,6 +95,11 @@ class Core:
 def arg(k, name: Arg):
     """An entry of the argument table."""
     return ptx_read("ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], k.args + 8 * int(name))
+
+
+def call(module, name, *args):
+    """A method call on `module` inside a run-time loop would make the loop carry it."""
+    return getattr(module, name)(*args)
 
 
 def desc_word(k, field: Desc):
@@ -109,6 +115,24 @@ def note_phase(k: cutlass.Constexpr, value: Int32):
         sync.st_word(at, Uint32(value))
 
 
+@cute.jit
+def note_time(k: cutlass.Constexpr, what: cutlass.Constexpr):
+    """Consumers: when CTA 0 passed a point of the step; what: board.Stamp."""
+    if (k.bid == 0) & (k.tid == 0):
+        at = k.board + Int64(int(Board.STAMP) * 4 + int(what) * 8)
+        sync.ptx_do("st.global.b64 [{$r0}], {$r1};", at, Int64(cute.arch.globaltimer()))
+
+
+def draft_phase(k):
+    """The drafter's first phase, the first fc."""
+    return k.layers * 4 + 1
+
+
+def block_phase(k):
+    """The first phase of the drafter's layers."""
+    return k.layers * 4 + 2 + k.taps
+
+
 # -- set-up ------------------------------------------------------------------------------------
 def carve(c: Config, base, k: Core):
     """Shared addresses of every part of the plan, in its order."""
@@ -121,7 +145,7 @@ def carve(c: Config, base, k: Core):
     k.own, k.attention = where.get("own parts", base), where.get("attention", base)
     k.ring = Ring(where["ring"], where["barriers"], c.stages, c.stage_bytes, c.inflight, c.hungry)
     k.told = where["barriers"] + 16 * c.stages
-    k.gathered, k.cleared = k.told + 8, k.told + 16
+    k.gathered, k.cleared, k.keys_side = k.told + 8, k.told + 16, k.told + 24
     if not c.phase:
         k.desc = where["descriptor"]
         k.command = k.desc + 4 * 127
@@ -140,9 +164,14 @@ def memory(c: Config, k: Core, args):
     k.args = args
     k.layers = Int32(arg(k, Arg.LAYERS))
     k.zero = Uint32(k.layers >> 30)
-    phases = k.layers * 4 + 1
-    k.plan = arg(k, Arg.PLAN) + Int64(k.bid * phases) * 16
-    k.offsets = arg(k, Arg.OFFSETS) + Int64(k.bid * phases) * 8
+    k.draft_layers, k.taps, k.phases = Int32(0), Int32(0), k.layers * 4 + 1
+    if c.draft:
+        k.draft_layers = Int32(arg(k, Arg.DRAFT_LAYERS))
+        k.taps = Int32(arg(k, Arg.DRAFT_TAPS))
+        own = k.taps + 2 + k.draft_layers * 4
+        k.phases = k.phases + sync.select_int(k.draft_layers > 0, own, Int32(0))
+    k.plan = arg(k, Arg.PLAN) + Int64(k.bid * k.phases) * 16
+    k.offsets = arg(k, Arg.OFFSETS) + Int64(k.bid * k.phases) * 8
     k.board, k.act = arg(k, Arg.BOARD), arg(k, Arg.ACT)
     k.kv_pool, k.pages = arg(k, Arg.KV_POOL), arg(k, Arg.PAGE_TABLE)
 

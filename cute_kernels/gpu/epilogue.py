@@ -15,8 +15,10 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.config import ROWS, TILE
-from cute_kernels.gpu.fragments import bf16_pair, put_word
+from cute_kernels.gpu.fragments import bf16_pair, put_word, word_at
 from cute_kernels.gpu.head import note_logits
+from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES
+from cute_kernels.gpu.tiles import tile_stride
 
 LOG2_E = 1.4426950408889634
 
@@ -62,8 +64,9 @@ def epilogue(
     v1: Float32,
     dst: Int64,
     stats: cute.Tensor,
+    tap: Int64,
 ):
-    """Finished sums of two neighbouring columns of one row -> where they go."""
+    """Finished sums of two neighbouring columns of one row -> where they go; see gemm.run_phase."""
     col, ok = tile * TILE + 2 * k.t, k.row < rows
     if cutlass.const_expr(g.normed):
         f = row_factor(k, g, k.row)
@@ -71,14 +74,29 @@ def epilogue(
     if cutlass.const_expr(g.name == "lm"):
         note_logits(k, stats, rows, col, v0, v1, dst)
     else:
-        if cutlass.const_expr(g.name in ("o", "down")):
+        if cutlass.const_expr(g.owned):
             v0, v1 = add_residual(k, own, v0, v1)
         word = bf16_pair(v0, v1)
         if cutlass.const_expr(g.name == "gu"):  # columns are (gate, up); two lanes make one word
             h = silu_times(v0, v1)
             word = bf16_pair(h, cute.arch.shuffle_sync_bfly(h, offset=2))
             col, ok = tile * 4 + k.t, ok & ((k.t & 1) == 0)
-        put_word(ok, dst, k.row, col, word)
+        if cutlass.const_expr(g.name == "ckv"):
+            store_row_word(ok, dst, k.row, col, word)
+        elif cutlass.const_expr(g.name == "fc"):
+            put_word(ok & (dst != 0), dst, k.row, col, word)
+        else:
+            put_word(ok, dst, k.row, col, word)
+        if cutlass.const_expr(g.name == "down" and k.c.draft):
+            store_row_word(ok & (tap != 0), tap, k.row, col, word)
+
+
+@cute.jit
+def store_row_word(ok: Boolean, base: Int64, row: Int32, col: Int32, word: Uint32):
+    """Columns col, col + 1 of a row into a buffer in the row form's order."""
+    if ok:
+        at = base + Int64(word_at(row, col, COLUMNS_BYTES))
+        sync.ptx_do("st.global.b32 [{$r0}], {$r1};", at, word)
 
 
 # -- sums of a group ---------------------------------------------------------------------------
@@ -119,6 +137,7 @@ def reduce_group(
     dst: Int64,
     parts: Int64,
     stats: cute.Tensor,
+    tap: Int64,
 ):
     """Thread (tile j, pair) adds the warps' partial sums of its two columns, in warp order."""
     c = k.c
@@ -129,8 +148,8 @@ def reduce_group(
         if cutlass.const_expr(g.split > 1):
             send_part(k, g, rows, tile0 + index, index, v0, v1, parts)
         else:
-            stride = c.team if g.name == "o" else 1  # it follows the ownership of `down`
-            epilogue(k, g, rows, tile0 + index * stride, index, v0, v1, dst, stats)
+            tile = tile0 + index * tile_stride(c, g.name)
+            epilogue(k, g, rows, tile, index, v0, v1, dst, stats, tap)
 
 
 def ask_parts(k, g, rows, u, tile0, n, parts):
@@ -155,6 +174,7 @@ def finish_team(
     n: Int32,
     dst: Int64,
     parts: Int64,
+    tap: Int64,
 ):
     """The owner of a tile adds the parts of its team, in rank order; tile r of a group belongs to
     the threads of its slot, so that own parts stay in the thread that made them."""
@@ -177,4 +197,4 @@ def finish_team(
                         p0, p1 = sync.as_float(u[at]), sync.as_float(u[at + 1])
                     v0, v1 = v0 + p0, v1 + p1
                 tile = tile0 + i * g.split + k.rank
-                epilogue(k, g, rows, tile, Int32(i), v0, v1, dst, u)
+                epilogue(k, g, rows, tile, Int32(i), v0, v1, dst, u, tap)

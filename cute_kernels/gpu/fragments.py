@@ -1,5 +1,6 @@
 """MMA operands in registers, and words of activations in memory in the same order."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
@@ -53,7 +54,8 @@ def word_at(row, col, chunk_bytes=CHUNK_BYTES):
 
 
 @cute.jit
-def put_word(ok, base: Int64, row: Int32, col: Int32, value: Uint32):
-    """Publish columns col, col + 1 of a row of a decode buffer."""
+def put_word(ok, base: Int64, row: Int32, col: Int32, value: Uint32,
+             chunk_bytes: cutlass.Constexpr = CHUNK_BYTES):  # fmt: skip
+    """Publish columns col, col + 1 of a row of a buffer of activations."""
     if ok:
-        sync.st_word(base + Int64(word_at(row, col)), value)
+        sync.st_word(base + Int64(word_at(row, col, chunk_bytes)), value)

@@ -8,6 +8,9 @@ the sum of squares comes from the A fragments, and one factor per row multiplies
 The weights of qkv's and gate/up's norms are folded into the matrices; those of the final norm,
 whose matrix may be the embedding, multiply the head's A fragments.
 
+The drafter's layers and its head are the target's here, with other weights; its `fc` sums taps over
+phases in the residual's place, its `ckv` makes keys and values of all its layers: context.py.
+
 The order of every sum, which the row form (rows_gemm.py) repeats bit for bit. K of a matrix is cut
 into `split` parts (1, or the team of `down`: rank q), a part into `warps` equal runs (warp w), a
 run into chunks of 32 (i = 0, 1, ...), a chunk into two k16 steps (s = 0, 1):
@@ -37,6 +40,7 @@ from cute_kernels.gpu.embed import gather
 from cute_kernels.gpu.epilogue import finish_team, norm_factor, reduce_group, squares_at
 from cute_kernels.gpu.fragments import bf16_product, mma, unpack_pair
 from cute_kernels.gpu.janitor import tell_janitor
+from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES
 from cute_kernels.gpu.ring import advance
 from cute_kernels.gpu.sync import ptx_read
 
@@ -103,9 +107,23 @@ def take_words(k: cutlass.Constexpr, words: cute.Tensor, addresses: cutlass.Cons
 
 
 @cute.jit
-def scale_by_norm(k: cutlass.Constexpr, g: cutlass.Constexpr, slab: cute.Tensor):
+def take_features(k: cutlass.Constexpr, g: cutlass.Constexpr, slab: cute.Tensor, src: Int64,
+                  oks: cutlass.Constexpr):  # fmt: skip
+    """Rows ACCEPTED[i] of a tap's features, in the row form's order, which a step before left."""
+    first = src + Int64(k.wid * warp_chunks(k, g) * COLUMNS_BYTES + (k.lane & 3) * 16)
+    for b in cutlass.range_constexpr(2):
+        at = sync.lds_int(k.desc + (int(Desc.ACCEPTED) + b * 8 + (k.lane >> 2)) * 4)
+        at = sync.select_int(oks[b], at, Int32(0)) * 64  # a block of 8 rows: 512 bytes
+        for i in cutlass.range_constexpr(warp_chunks(k, g)):
+            words = sync.ld_words_if(oks[b], first + Int64(at) + i * COLUMNS_BYTES)
+            for e in cutlass.range_constexpr(4):
+                slab[i * 8 + b * 4 + e] = words[e]
+
+
+@cute.jit
+def scale_by_norm(k: cutlass.Constexpr, g: cutlass.Constexpr, slab: cute.Tensor, norm: Int64):
     """The final norm's weights into the head's A fragments, each product rounded to bf16."""
-    at = arg(k, Arg.FINAL_NORM) + Int64((k.wid * warp_chunks(k, g) * 4 + (k.lane & 3)) * 16)
+    at = norm + Int64((k.wid * warp_chunks(k, g) * 4 + (k.lane & 3)) * 16)
     for i in cutlass.range_constexpr(warp_chunks(k, g)):
         weights = sync.ld_constant_words(at + i * 64)
         for b in cutlass.range_constexpr(2):
@@ -206,12 +224,16 @@ def run_phase(
     stage: Int32,
     parity: Int32,
     which: Int32,
+    tap: Int64 = 0,
 ):
     """Consumer warps' part of one phase.
 
-    g: the matrix. src, dst: activations in and out (of `lm`: the logits). parts: partial sums of
-    the team. stats: of `lm`, see head.py. dirty, count: of gate/up, see `tell_janitor`. Returns
-    (stage, parity, which): the place in the ring, the partial-sum buffer.
+    g: the matrix. src, dst: activations in and out. In: of `qkv` 0 for the embeddings of the
+    step's tokens, of `fc` a tap's features. Out: of `lm` the logits, of `fc` 0 where more taps
+    follow, of `ckv` in the row form's order. parts: of `down` partial sums of the team, of `lm` the
+    final norm's weights. stats: of `lm`, see head.py. dirty, count: of gate/up, see `tell_janitor`.
+    tap: of `down`, where the rows also go as features; 0: nowhere. Returns (stage, parity, which):
+    the place in the ring, the partial-sum buffer.
     """
     c = k.c
     tile0, n, _, _ = plan_entry(k, phase)
@@ -226,10 +248,12 @@ def run_phase(
         base = src + Int64(first * CHUNK_BYTES + k.lane * 16)
         addresses = [base + off for off in slab_offsets(k, g)]
         if cutlass.const_expr(g.name == "qkv" and not c.phase):
-            if phase == 0:
+            if src == 0:
                 gather(k, g, slab, oks)
             else:
                 take_words(k, slab, addresses, oks)
+        elif cutlass.const_expr(g.name == "fc"):
+            take_features(k, g, slab, src, oks)
         else:
             take_words(k, slab, addresses, oks)
         if cutlass.const_expr(g.name == "gu" and not c.phase):
@@ -237,7 +261,7 @@ def run_phase(
         squares = []
         if cutlass.const_expr(g.name == "lm"):
             squares = row_squares(k, g, slab)
-            scale_by_norm(k, g, slab)
+            scale_by_norm(k, g, slab, parts)
         t1 = time_now(k)
         done = Int32(0)
         while done < n:
@@ -253,7 +277,7 @@ def run_phase(
                     else:
                         publish_squares(k, g, row_squares(k, g, slab))
             sync.consumer_sync(c.warps * 32)
-            reduce_group(k, g, rows, tile0, done, left, which, dst, parts, stats)
+            reduce_group(k, g, rows, tile0, done, left, which, dst, parts, stats, tap)
             if cutlass.const_expr(c.red_buffers == 1):
                 sync.consumer_sync(c.warps * 32)
             else:  # whoever writes this buffer again has passed the next group's barrier
@@ -261,10 +285,10 @@ def run_phase(
             done = done + c.group
         t2 = time_now(k)
         if cutlass.const_expr(g.split > 1):
-            finish_team(k, g, rows, tile0, n, dst, parts)
+            finish_team(k, g, rows, tile0, n, dst, parts, tap)
     if cutlass.const_expr(c.timing):
         if k.tid == 0:
-            at = arg(k, Arg.TIMES) + (Int64(k.bid) * (k.layers * 4 + 1) + Int64(phase)) * 32
+            at = arg(k, Arg.TIMES) + (Int64(k.bid) * k.phases + Int64(phase)) * 32
             code = "st.global.v2.b64 [{$r0}], {{$r1},{$r2}};"
             sync.ptx_do(code, at, Int64(t0), Int64(t1))
             sync.ptx_do(code, at + 16, Int64(t2), Int64(time_now(k)))

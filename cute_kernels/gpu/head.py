@@ -26,12 +26,22 @@ def no_stats():
     return [Float32(NEG_INF), Int32(NO_TOKEN), Float32(0.0), Int32(0)]
 
 
+def product(a, b):
+    """Rounded on its own, whatever is added to it."""
+    return sync.ptx_read("mul.rn.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
+
+
+def power(logit, top):
+    """exp(logit - top)."""
+    return exp2(product(logit - top, Float32(LOG2_E)))
+
+
 def merged(a, b):
     """Of two (logit, token, sum, flags), in that order."""
     top = sync.maximum([a[LOGIT], b[LOGIT]])
     safe = sync.choose(top > NEG_INF, top, 0.0)
-    ea, eb = exp2((a[LOGIT] - safe) * LOG2_E), exp2((b[LOGIT] - safe) * LOG2_E)
-    total = a[SUM] * ea + b[SUM] * eb
+    ea, eb = power(a[LOGIT], safe), power(b[LOGIT], safe)
+    total = product(a[SUM], ea) + product(b[SUM], eb)
     low = cutlass.min(a[TOKEN], b[TOKEN])
     token = sync.select_int(a[LOGIT] > b[LOGIT], a[TOKEN], low)
     token = sync.select_int(b[LOGIT] > a[LOGIT], b[TOKEN], token)
@@ -73,8 +83,14 @@ def store_logits(k: cutlass.Constexpr, rows: Int32, col: Int32, v0: Float32, v1:
 
 def note_logits(k, stats, rows, col, v0, v1, logits):
     """Columns col, col + 1 of the thread's row: into memory and into its running values."""
-    c = k.c
     store_logits(k, rows, col, v0, v1, logits)
+    add_logits(k, stats, col, v0, v1)
+
+
+def add_logits(k, stats, col, v0, v1):
+    """Into the running values. Its multiplications are fixed, not left to contraction: the row form
+    makes the same bits of the same logits."""
+    c = k.c
     now = unpacked(stats)
     values, flags = [v0, v1], now[FLAGS]
     for i in range(2):
@@ -87,9 +103,9 @@ def note_logits(k, stats, rows, col, v0, v1, logits):
     pair = sync.maximum(values)
     top = sync.maximum([now[LOGIT], pair])
     safe = sync.choose(top > NEG_INF, top, 0.0)
-    total = now[SUM] * exp2((now[LOGIT] - safe) * LOG2_E)
+    total = product(now[SUM], power(now[LOGIT], safe))
     for v in values:
-        total = total + exp2((v - safe) * LOG2_E)
+        total = total + power(v, safe)
     first = sync.select_int(values[1] > values[0], col + 1, col)
     token = sync.select_int(pair > now[LOGIT], first, now[TOKEN])
     for i, v in enumerate((top, token, total, flags)):
@@ -106,8 +122,11 @@ def over_groups(k):
 
 
 @cute.jit
-def publish_results(k: cutlass.Constexpr, rows: Int32, stats: cute.Tensor):
-    """All consumer warps, behind the last phase: merge the row's threads, tell the service warp.
+def publish_results(
+    k: cutlass.Constexpr, rows: Int32, stats: cute.Tensor, first: cutlass.Constexpr = 0
+):
+    """All consumer warps, behind the last phase: merge the row's threads, tell who waits. Rows are
+    first .. first + rows - 1 of the board (an Int32, or 0).
 
     The caller has made sure that the CTA's clearing of activation words is fenced."""
     c = k.c
@@ -119,9 +138,7 @@ def publish_results(k: cutlass.Constexpr, rows: Int32, stats: cute.Tensor):
     if k.tid < rows:
         total = over_groups(k)
         sync.fence_gpu()  # everything this CTA wrote in the step is seen before its results are
-        at = k.board + Int64(result_at(0, 0)) + Int64(k.tid * (result_at(1, 0) - result_at(0, 0)))
-        at = at + Int64(k.bid * (result_at(0, 1) - result_at(0, 0)))
-        sync.st_words(at, [sync.as_bits(v) for v in total])
+        sync.st_words(result_address(k, first + k.tid, k.bid), [sync.as_bits(v) for v in total])
 
 
 # -- the service warp's side ---------------------------------------------------------------------

@@ -23,40 +23,42 @@ layer before it from copy 2). Such a step is the only one of its launch, nothing
 must be set to EMPTY before the next.
 """
 
+import importlib
+import importlib.util
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_kernels.gpu import head, sync
 from cute_kernels.gpu.arguments import Arg
-from cute_kernels.gpu.board import Board, Desc, Segment
+from cute_kernels.gpu.board import Board, Desc, Segment, Stamp
 from cute_kernels.gpu.config import KINDS, Config
+from cute_kernels.gpu.context import feature_address, tap_of
 from cute_kernels.gpu.core import (
     Core,
     arg,
+    block_phase,
+    call,
     carve,
     desc_word,
     init_barriers,
     memory,
     note_phase,
+    note_time,
     places,
 )
 from cute_kernels.gpu.embed import load_residual
 from cute_kernels.gpu.gemm import plan_entry, run_phase
 from cute_kernels.gpu.janitor import LEAVING, last_copy, next_copy, run_janitor, tell_janitor
-from cute_kernels.gpu.ring import produce, skip, wait_landed
-from cute_kernels.gpu.sync import ptx_read
+from cute_kernels.gpu.producer import guess, prefetched, run_producer, start_of
+from cute_kernels.gpu.ring import skip
 from cute_kernels.gpu.tiles import Buffers
 
 QKV, O, GU, DOWN, LM = range(5)
 
 
 # -- the gate ----------------------------------------------------------------------------------
-def call(module, name, *args):
-    """A method call on `module` inside a run-time loop would make the loop carry it."""
-    return getattr(module, name)(*args)
-
-
 def first_tag(k):
     """Of this launch: one more than the last of the launch before."""
     return sync.ld_acquire(k.board + Int64(int(Board.FIRST_TAG) * 4)) + 1
@@ -74,123 +76,85 @@ def pass_gate(k: cutlass.Constexpr, tag: Int32, turn: Int32):
         with cute.arch.elect_one():
             sync.arrive(k.told)
     sync.wait_parity_idle(k.told, turn & 1)
-
-
-def prefetched(k):
-    """Copies of the first phase that the producer issues before the gate."""
-    _, _, copies, _ = plan_entry(k, Int32(0))
-    return cutlass.min(copies, k.ring.n)
-
-
-# -- the producer ------------------------------------------------------------------------------
-@cute.jit
-def run_producer(k: cutlass.Constexpr, attention: cutlass.Constexpr, prompt: cutlass.Constexpr):
-    stream = arg(k, Arg.STREAM)
-    start = stream + ptx_read("ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], k.offsets)
-    stage, parity, issued = Int32(0), Int32(0), Int32(0)
-    landed, landed_parity, turn = Int32(0), Int32(0), Int32(0)
-    ahead, running = prefetched(k), Boolean(True)
-    while running:
-        _, _, copies, n_bytes = plan_entry(k, Int32(0))
-        first_stage, first_parity = stage, parity
-        at, stage, parity, issued, landed, landed_parity = produce(
-            k.ring, start, ahead, n_bytes, stage, parity, issued, landed, landed_parity
-        )
-        sync.wait_parity_idle(k.told, turn)
-        turn = turn ^ 1
-        kind = desc_word(k, Desc.KIND)
-        if kind == int(Segment.LEAVE):
-            wait_landed(k.ring, first_stage, first_parity, ahead)
-            running = Boolean(False)
-        else:
-            sync.fence_async()  # the step before wrote keys and values
-            if kind == int(Segment.DECODE):
-                stage, parity, issued, landed, landed_parity = produce_step(
-                    k, attention, at, stream, copies - ahead, n_bytes,
-                    stage, parity, issued, landed, landed_parity,
-                )  # fmt: skip
-            else:
-                if cutlass.const_expr(prompt is not None):
-                    stage, parity, issued, landed, landed_parity = call(
-                        prompt, "produce_prompt",
-                        k, at, stage, parity, issued, landed, landed_parity,
-                    )  # fmt: skip
-
-
-@cute.jit
-def produce_step(
-    k: cutlass.Constexpr,
-    attention: cutlass.Constexpr,
-    at: Int64,
-    stream: Int64,
-    copies: Int32,
-    n_bytes: Int32,
-    stage: Int32,
-    parity: Int32,
-    issued: Int32,
-    landed: Int32,
-    landed_parity: Int32,
-):
-    """What a DECODE step streams behind the `ahead` first copies; `copies` of phase 0 are left."""
-    first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
-    step = ()
-    if cutlass.const_expr(attention is not None):
-        step = call(attention, "begin_produce", k)
-    if first > 0:
-        at = stream + ptx_read(
-            "ld.global.nc.b64 {$w0}, [{$r0}];", [Int64], k.offsets + Int64(first) * 8
-        )
-        _, _, copies, n_bytes = plan_entry(k, first)
-    for phase in cutlass.range(first, last, unroll=1):
-        # one phase ahead, so that the look-up never holds up the stream
-        _, _, more, more_bytes = plan_entry(k, cutlass.min(phase + 1, k.layers * 4))
-        if cutlass.const_expr(attention is not None):
-            if (phase & 3) == O:
-                stage, parity, issued, landed, landed_parity = call(
-                    attention, "produce_kv",
-                    k, step, phase >> 2, stage, parity, issued, landed, landed_parity,
-                )  # fmt: skip
-        at, stage, parity, issued, landed, landed_parity = produce(
-            k.ring, at, copies, n_bytes, stage, parity, issued, landed, landed_parity
-        )
-        copies, n_bytes = more, more_bytes
-    return stage, parity, issued, landed, landed_parity
+    note_time(k, Stamp.GATE)
 
 
 # -- the consumers -----------------------------------------------------------------------------
 @cute.jit
-def run_consumers(k: cutlass.Constexpr, attention: cutlass.Constexpr, prompt: cutlass.Constexpr):
-    """Steps until LEAVE. Carried from step to step: the place in the ring, the partial-sum buffer,
-    commands given to the janitor, rows of the last layer that ran, its copy and the next."""
-    tag, turn, running = first_tag(k), Int32(0), Boolean(True)
+def run_consumers(k: cutlass.Constexpr, parts: cutlass.Constexpr):
+    """Steps until LEAVE. Carried from step to step: the phase whose first copies the producer has
+    begun, the place in the ring, the partial-sum buffer, commands given to the janitor, rows of the
+    last layer that ran, its copy and the next."""
+    tag, turn, running, ahead = first_tag(k), Int32(0), Boolean(True), Int32(0)
     stage, parity, which = Int32(0), Int32(0), Int32(0)
     count, dirty, before, cur = Int32(0), Int32(0), last_copy(k), k.act
     while running:
         pass_gate(k, tag, turn)
         tag, turn = tag + 1, turn ^ 1
-        kind = desc_word(k, Desc.KIND)
-        if kind == int(Segment.DECODE):
+        kind, rows = desc_word(k, Desc.KIND), desc_word(k, Desc.ROWS)
+        if start_of(k, kind, desc_word(k, Desc.FIRST_PHASE)) != ahead:
+            stage, parity = skip(k.ring, stage, parity, prefetched(k, ahead))
+        ahead = guess(k)
+        drafts, has_results = Boolean(False), kind == int(Segment.DECODE)
+        if cutlass.const_expr(k.c.draft):
+            drafts = kind == int(Segment.DRAFT)
+            if drafts:
+                stage, parity, which = prepare_draft(k, parts, stage, parity, which)
+            has_results = has_results | (drafts & (rows > 0))
+        if has_results:
             stage, parity, which, count, dirty, before, cur = decode_step(
-                k, attention, stage, parity, which, count, dirty, before, cur
+                k, parts, drafts, stage, parity, which, count, dirty, before, cur
             )
+            if cutlass.const_expr(k.c.draft):
+                if drafts:
+                    grow_tree(k, parts)
         elif kind == int(Segment.LEAVE):
             tell_janitor(k, dirty | LEAVING, count)
             sync.wait_parity(k.cleared, count & 1)
             running = Boolean(False)
         else:
-            if cutlass.const_expr(prompt is not None):
-                stage, parity = call(prompt, "run_prompt", k, stage, parity)
+            if cutlass.const_expr(parts.prompt is not None):
+                if drafts == False:  # noqa: E712 - a run-time value
+                    stage, parity = call(parts.prompt, "run_prompt", k, kind, stage, parity)
+        if cutlass.const_expr(parts.decide is not None):
+            if desc_word(k, Desc.DECIDE) != 0:  # DECODE, ROWS
+                note_time(k, Stamp.HEAD)
+                call(parts.decide, "decide_rows", k)
+                note_time(k, Stamp.DECIDED)
         note_phase(k, Int32(0))
-        if kind != int(Segment.DECODE):
+        if (has_results == False) & (kind != int(Segment.ROWS)):  # noqa: E712
             sync.consumer_sync(k.c.warps * 32)
             if k.tid == 0:
                 sync.red_release(k.board + Int64(int(Board.DONE) * 4), Uint32(1))
 
 
 @cute.jit
+def prepare_draft(k: cutlass.Constexpr, parts: cutlass.Constexpr, stage: Int32, parity: Int32,
+                  which: Int32):  # fmt: skip
+    """What comes before the block: accepted rows to their places, the drafter's context."""
+    if cutlass.const_expr(parts.compact is not None):
+        call(parts.compact, "compact", k)
+    note_time(k, Stamp.COMPACTED)
+    stage, parity, which = call(parts.context, "run_context", k, stage, parity, which)
+    note_time(k, Stamp.CONTEXT)
+    return stage, parity, which
+
+
+@cute.jit
+def grow_tree(k: cutlass.Constexpr, parts: cutlass.Constexpr):
+    """What comes behind the block's head. The tree notes its times itself, before its tag."""
+    note_time(k, Stamp.DRAFTED)
+    if cutlass.const_expr(parts.rank is not None):
+        call(parts.rank, "rank_rows", k)
+    if cutlass.const_expr(parts.tree is not None):
+        call(parts.tree, "grow_tree", k)
+
+
+@cute.jit
 def decode_step(
     k: cutlass.Constexpr,
-    attention: cutlass.Constexpr,
+    parts: cutlass.Constexpr,
+    drafts: Boolean,
     stage: Int32,
     parity: Int32,
     which: Int32,
@@ -199,55 +163,67 @@ def decode_step(
     before: Int64,
     cur: Int64,
 ):
-    """See the module's docstring. before, cur: copies of the layer before and of this one."""
+    """Up to 16 rows through the target's layers and its head, or (drafts) through the drafter's;
+    see the module's docstring. before, cur: copies of the layer before and of this one."""
     c, b = k.c, Buffers.of(k.c)
     qkv, o, gu, down, lm = c.gemms
     rows = desc_word(k, Desc.ROWS)
     first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
-    if first > 0:
-        stage, parity = skip(k.ring, stage, parity, prefetched(k))
+    base, layers, logits, norm = Int32(0), k.layers, arg(k, Arg.LOGITS), arg(k, Arg.FINAL_NORM)
+    tap, features = Int32(-1), Int64(0)
+    if cutlass.const_expr(c.draft):
+        features = arg(k, Arg.FEATURES)
+        if drafts:
+            base, layers = block_phase(k), k.draft_layers
+            first, logits, norm = base, arg(k, Arg.DRAFT_LOGITS), arg(k, Arg.DRAFT_NORM)
     tile0, n, _, _ = plan_entry(k, Int32(O))
     load_residual(k, rows, tile0, n)
-    if cutlass.const_expr(attention is not None):
-        call(attention, "begin_step", k, rows)
+    begin_attention(k, parts, drafts, rows)
     sync.consumer_sync(c.warps * 32)
-    stats, logits = head.new_stats(), arg(k, Arg.LOGITS)
+    stats = head.new_stats()
 
     for phase in cutlass.range(first, last, unroll=1):
         note_phase(k, phase + 1)
-        kind, layer = phase & 3, phase >> 2
-        if layer == k.layers:
+        kind, layer = (phase - base) & 3, (phase - base) >> 2
+        if layer == layers:
             stage, parity, which = run_phase(
-                k, lm, rows, phase, before + b.x, logits, cur, stats, dirty, count,
+                k, lm, rows, phase, before + b.x, logits, norm, stats, dirty, count,
                 stage, parity, which,
             )  # fmt: skip
         elif kind == QKV:
+            src = before + b.x
+            if layer == 0:
+                src = Int64(0)
             stage, parity, which = run_phase(
-                k, qkv, rows, phase, before + b.x, cur + b.q, cur, stats, dirty, count,
+                k, qkv, rows, phase, src, cur + b.q, cur, stats, dirty, count,
                 stage, parity, which,
             )  # fmt: skip
         elif kind == O:
-            if cutlass.const_expr(attention is not None):
-                stage, parity = call(attention, "run_attention", k, rows, layer, cur, stage, parity)
+            stage, parity = attend(k, parts, drafts, rows, layer, cur, stage, parity)
             src = cur + (b.a if c.attention else b.q)
             stage, parity, which = run_phase(
                 k, o, rows, phase, src, cur + b.y, cur, stats, dirty, count,
                 stage, parity, which,
             )  # fmt: skip
         elif kind == GU:
+            if cutlass.const_expr(c.draft):  # early: its latency is hidden behind the phase
+                tap = Int32(-1)
+                if drafts == False:  # noqa: E712 - a run-time value
+                    tap = tap_of(k, layer)
             stage, parity, which = run_phase(
                 k, gu, rows, phase, cur + b.y, cur + b.h, cur, stats, dirty, count,
                 stage, parity, which,
             )  # fmt: skip
             count, dirty = (count & 1) + 1, rows
         else:
+            to = feature_address(k, features, tap)
             stage, parity, which = run_phase(
                 k, down, rows, phase, cur + b.h, cur + b.x, cur + b.parts, stats, dirty, count,
-                stage, parity, which,
+                stage, parity, which, to,
             )  # fmt: skip
             before, cur = cur, next_copy(k, cur)
     sync.consumer_sync(c.warps * 32)
-    whole = (first == 0) & (last == k.layers * 4 + 1)
+    whole = (first == base) & (last == base + layers * 4 + 1)
     if whole == False:  # noqa: E712 - a run-time value; a test reads the buffers
         dirty = Int32(0)
     if count > 0:
@@ -256,19 +232,51 @@ def decode_step(
     return stage, parity, which, count, dirty, before, cur
 
 
+@cute.jit
+def begin_attention(k: cutlass.Constexpr, parts: cutlass.Constexpr, drafts: Boolean, rows: Int32):
+    if cutlass.const_expr(parts.attention is not None):
+        if drafts == False:  # noqa: E712 - a run-time value
+            call(parts.attention, "begin_step", k, rows)
+    if cutlass.const_expr(k.c.draft):
+        if drafts:
+            call(parts.draft_attention, "begin_step", k, rows)
+
+
+@cute.jit
+def attend(k: cutlass.Constexpr, parts: cutlass.Constexpr, drafts: Boolean, rows: Int32,
+           layer: Int32, cur: Int64, stage: Int32, parity: Int32):  # fmt: skip
+    """Between qkv and o."""
+    if cutlass.const_expr(parts.attention is not None):
+        if drafts == False:  # noqa: E712 - a run-time value
+            stage, parity = call(
+                parts.attention, "run_attention", k, rows, layer, cur, stage, parity
+            )
+    if cutlass.const_expr(k.c.draft):
+        if drafts:
+            stage, parity = call(
+                parts.draft_attention, "run_attention", k, rows, layer, cur, stage, parity
+            )
+    return stage, parity
+
+
 # -- the kernel --------------------------------------------------------------------------------
-def parts_of(c: Config, service: str):
-    """The modules that a build is made of: (attention, prompt, service)."""
-    import importlib
+class Parts:
+    """The modules that a build is made of; None where it does without."""
 
-    def module(name):
-        return importlib.import_module(f"cute_kernels.gpu.{name}")
+    def __init__(self, c: Config, service: str) -> None:
+        def module(name: str, wanted: bool):
+            at = f"cute_kernels.gpu.{name}"
+            if not wanted or importlib.util.find_spec(at) is None:
+                return None
+            return importlib.import_module(at)
 
-    return (
-        module("attention") if c.attention else None,
-        module("prompt") if c.prompt else None,
-        module({"wire": "service", "script": "scripted"}[service]),
-    )
+        self.attention, self.prompt = module("attention", c.attention), module("prompt", c.prompt)
+        self.decide = module("decide", True)
+        self.context, self.draft_attention, self.compact, self.rank, self.tree = (
+            module(name, c.draft)
+            for name in ("context", "draft_attention", "compact", "rank", "tree")
+        )
+        self.service = module({"wire": "service", "script": "scripted"}[service], True)
 
 
 def register_split(c: Config) -> tuple[int, int]:
@@ -285,7 +293,7 @@ def make_kernel(c: Config, service: str = "script"):
     service: "wire" (service.py, the engine's) or "script" (scripted.py, for tests and timings).
     The one argument is the address of the table arguments.Arg.
     """
-    attention, prompt, serving = parts_of(c, service)
+    parts = Parts(c, service)
     few, many = register_split(c)
 
     @cute.kernel
@@ -304,16 +312,16 @@ def make_kernel(c: Config, service: str = "script"):
             if cutlass.const_expr(c.setmaxnreg):
                 cute.arch.setmaxregister_decrease(few)
             if k.wid == c.warps:
-                run_producer(k, attention, prompt)
+                run_producer(k, parts)
             elif k.wid == c.warps + 1:
                 run_janitor(k)
             elif k.wid == c.warps + 2:
                 if bid == 0:
-                    serving.run_service(k)
+                    parts.service.run_service(k)
         else:
             if cutlass.const_expr(c.setmaxnreg):
                 cute.arch.setmaxregister_increase(many)
-            run_consumers(k, attention, prompt)
+            run_consumers(k, parts)
 
     kernel.set_name_prefix("md_kernel", keep_mangled_name=False, remove_cutlass_symbol=True)
     geometry = dict(grid=c.ctas, block=c.block, cluster=1, smem=c.smem_bytes)

@@ -47,7 +47,7 @@ def swizzle_rows(x):
 
 
 def tail_start(position: int) -> int:
-    """c(p): keys below it are summed in blocks of 64, from it on one by one."""
+    """c(p): keys below it are summed in blocks of 64, from it on along the row's path."""
     return PAGE * (max(position - MAX_DEPTH, 0) // PAGE)
 
 

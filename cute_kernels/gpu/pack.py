@@ -15,8 +15,8 @@ import math
 
 import numpy as np
 
-from cute_kernels.gpu.config import CHUNK, LAYER_KINDS, TILE, Config
-from cute_kernels.gpu.tiles import make_plan, tile_stride
+from cute_kernels.gpu.config import CHUNK, TILE, Config, DraftShape
+from cute_kernels.gpu.tiles import assign, draft_phases, make_plan, target_phases, tile_stride
 
 
 def _axes(x, order):
@@ -36,13 +36,13 @@ def pad_rows(w, rows: int):
 def pack_matrix(w, c: Config, name: str):
     """[N, K] 16-bit -> [tiles, split, unit] with every unit in fragment order.
 
-    Of `lm` (and of an embedding, which is packed like it) N may be the unpadded vocabulary."""
+    N is padded with zeros to a multiple of 8: a vocabulary may be odd."""
     g = c.gemm(name)
-    chunks = g.slab // CHUNK // c.warps
+    chunks, tiles = g.slab // CHUNK // c.warps, -(-w.shape[0] // TILE)
     # tile, column, split, warp, chunk, k16 step, t, element
-    v = pad_rows(w, g.cols).reshape(g.tiles, TILE, g.split, c.warps, chunks, 2, 4, 4)
+    v = pad_rows(w, tiles * TILE).reshape(tiles, TILE, g.split, c.warps, chunks, 2, 4, 4)
     v = _axes(v, (0, 2, 4, 3, 1, 6, 5, 7))
-    return v.reshape(g.tiles, g.split, TILE * g.slab)
+    return v.reshape(tiles, g.split, TILE * g.slab)
 
 
 def interleave(w):
@@ -54,7 +54,7 @@ def interleave(w):
 
 def granule(c: Config) -> int:
     """Bytes of the pieces that streams are assembled from: divides every unit."""
-    return math.gcd(*(g.unit_bytes for g in c.gemms))
+    return math.gcd(*(g.unit_bytes for g in (*c.gemms, *c.draft_gemms)))
 
 
 def stream_index(c: Config, layers: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,12 +63,22 @@ def stream_index(c: Config, layers: int) -> tuple[np.ndarray, np.ndarray]:
     Returns (index, offsets): `index` lists granules in stream order, every one exactly once;
     offsets[cta, phase] is the byte at which that CTA's units of the phase begin, int64.
     """
-    size, plan = granule(c), make_plan(c, layers)
-    kinds = [*LAYER_KINDS] * layers + ["lm"]
+    return _index(c, target_phases(c, layers))
+
+
+def draft_stream_index(c: Config, draft: DraftShape) -> tuple[np.ndarray, np.ndarray]:
+    """The same of the drafter's own streams: its phases, without the head where the target's
+    serves."""
+    phases = draft_phases(c, draft)
+    return _index(c, phases if draft.columns else phases[:-1])
+
+
+def _index(c: Config, phases: list[tuple[str, int]]) -> tuple[np.ndarray, np.ndarray]:
+    size, plan = granule(c), assign(c, phases)
     pieces: list[list[np.ndarray]] = [[] for _ in range(c.ctas)]
-    lengths = np.zeros((c.ctas, len(kinds)), np.int64)
+    lengths = np.zeros((c.ctas, len(phases)), np.int64)
     base = 0
-    for p, name in enumerate(kinds):
+    for p, (name, count) in enumerate(phases):
         g = c.gemm(name)
         per_unit, stride = g.unit_bytes // size, tile_stride(c, name)
         for cta in range(c.ctas):
@@ -78,7 +88,7 @@ def stream_index(c: Config, layers: int) -> tuple[np.ndarray, np.ndarray]:
             at = base + (tiles[:, None] * g.split + part) * per_unit + np.arange(per_unit)
             pieces[cta].append(at.ravel())
             lengths[cta, p] = at.size * size
-        base += g.tiles * g.split * per_unit
+        base += count * g.split * per_unit
     index = np.concatenate([np.concatenate(p) for p in pieces])
     flat = lengths.ravel()
     return index, (np.cumsum(flat) - flat).reshape(lengths.shape)

@@ -60,9 +60,8 @@ def consume_phase(k: cutlass.Constexpr, src: Int64, dst: Int64, residual: Int64,
         move_residual(k, residual, tile0, n, False)
         sync.consumer_sync(c.warps * 32)
     stats = head.new_stats()
-    run_phase(
-        k, c.gemm(c.phase), rows, phase, src, dst, Int64(0), stats, zero, zero, zero, zero, zero
-    )
+    norm = arg(k, Arg.FINAL_NORM)
+    run_phase(k, c.gemm(c.phase), rows, phase, src, dst, norm, stats, zero, zero, zero, zero, zero)
     if cutlass.const_expr(keeps):
         sync.consumer_sync(c.warps * 32)
         move_residual(k, residual, tile0, n, True)

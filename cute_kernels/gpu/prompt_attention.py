@@ -1,10 +1,10 @@
 """Causal attention of a prompt chunk: up to 256 rows whose first position is a multiple of 64.
 
-Before it, `write_keys` puts the chunk's keys (normalised where the model does that, rotated) and
-values into the KV pages; a grid barrier later every block of the context is read from there,
-through the weight ring. A row walks the absolute blocks of 64 positions from 0 up to its own with
-one running softmax: its arithmetic depends on the tokens before it and on its position alone, not
-on the chunk's length, its start or its other rows.
+Before it, `keys.write_keys` puts the chunk's keys and values into the KV pages; a grid barrier
+later every block of the context is read from there, through the weight ring. A row walks the
+absolute blocks of 64 positions from 0 up to its own with one running softmax: its arithmetic
+depends on the tokens before it and on its position alone, not on the chunk's length, its start or
+its other rows.
 
 CTAs take tasks (kv head, row tiles; prompt_plan.Task), a warp one query head of 16 rows. Scores of
 keys behind a row are masked by select; V of positions that nobody has written yet is zeroed, since
@@ -14,10 +14,11 @@ head_dim 128: a stage each.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.attention import (
+from cute_kernels.gpu.arguments import Arg
+from cute_kernels.gpu.attention_blocks import (
     NEG_INF,
     block_scores,
     block_values,
@@ -27,8 +28,10 @@ from cute_kernels.gpu.attention import (
     sums_seen,
 )
 from cute_kernels.gpu.attention_plan import stages_per_block
-from cute_kernels.gpu.config import CHUNK, KV_COPY
-from cute_kernels.gpu.fragments import bf16_pair, unpack_pair
+from cute_kernels.gpu.config import KV_COPY
+from cute_kernels.gpu.core import arg
+from cute_kernels.gpu.fragments import bf16_pair
+from cute_kernels.gpu.keys import block_at, head_vectors, page_of, rotated
 from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.prompt_plan import (
     COLUMNS_BYTES,
@@ -38,101 +41,8 @@ from cute_kernels.gpu.prompt_plan import (
     task_tiles,
 )
 from cute_kernels.gpu.ring import advance, issue
-from cute_kernels.gpu.rotary import head_factor, norm_weights, scaled, turn
-from cute_kernels.gpu.rows_gemm import load_words, store_tile
-from cute_kernels.gpu.sync import ptx_read
-
-
-# -- heads: from raw columns to normalised and rotated ones --------------------------------------
-def load_floats(at):
-    code = "ld.global.nc.v4.f32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
-    return ptx_read(code, [Float32] * 4, at)
-
-
-def head_vectors(k, base, col, block):
-    """This lane's words of row 8 block + g of a head whose first column is `col` (a multiple of
-    32): [32 columns][4]."""
-    first = base + Int64((col >> 5) * COLUMNS_BYTES + block * 512 + k.lane * 16)
-    return [load_words(first + i * COLUMNS_BYTES) for i in range(k.c.shape.head_dim // CHUNK)]
-
-
-def rotated(k, p, vectors, position, weights):
-    """The head normalised (weights: rotary.norm_weights) and rotated, as bf16 words in the same
-    places, with the arithmetic of rotary.py."""
-    d, t = k.c.shape.head_dim, k.lane & 3
-    pairs = [tuple(unpack_pair(word)) for vector in vectors for word in vector]
-    if weights is not None:
-        f = head_factor(pairs, d, k.c.shape.rms_eps)
-        pairs = [
-            (scaled(lo, f, a), scaled(hi, f, b))
-            for (lo, hi), (a, b) in zip(pairs, weights, strict=True)
-        ]
-    angles = p.rope + Int64(position) * (d * 4) + Int64(t * 16)
-    words = []
-    for eight in range(d // 16):
-        cos_sin = load_floats(angles + eight * 64)
-        for e in range(2):
-            turned = turn(*pairs[2 * eight + e], cos_sin[2 * e], cos_sin[2 * e + 1])
-            words.append(bf16_pair(*turned))
-    return [words[4 * i : 4 * i + 4] for i in range(len(vectors))]
-
-
-# -- the chunk's keys and values -----------------------------------------------------------------
-def page_block(k, page, layer, kv_head):
-    """Address of a block; 64-bit from the page on: a pool may be larger than 4 GiB."""
-    at = (Int64(page) * k.layers + Int64(layer)) * k.c.shape.kv_heads + Int64(kv_head)
-    return k.kv_pool + at * k.c.kv_block_bytes
-
-
-def page_of(k, block):
-    return ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Int32], k.pages + Int64(block) * 4)
-
-
-def store_key(k, to, place, words):
-    """A head's words into its K row (`key_order`): the four lanes of a row fill 16-byte pieces."""
-    t = k.lane & 3
-    for i, vector in enumerate(words):
-        for w in range(4):
-            piece = 2 * (2 * i + w // 2) + w % 2
-            at = to + Int64(((piece ^ (place & 7)) << 4) + t * 4)
-            sync.ptx_do("st.global.b32 [{$r0}], {$r1};", at, vector[w])
-
-
-def store_value(k, to, place, words):
-    t = k.lane & 3
-    for i, vector in enumerate(words):
-        for step in range(2):
-            piece = 2 * (2 * i + step) + (t >> 1)
-            at = to + Int64(((piece ^ (place & 7)) << 4) + (t & 1) * 8)
-            code = "st.global.v2.b32 [{$r0}], {{$r1},{$r2}};"
-            sync.ptx_do(code, at, vector[2 * step], vector[2 * step + 1])
-
-
-@cute.jit
-def write_keys(k: cutlass.Constexpr, p: cutlass.Constexpr, layer: Int32):
-    """K and V of the chunk's rows into their pages; a warp takes 8 rows of one head's K or V, over
-    all warps of the grid. The caller's barrier orders the copies that read them: writers fence
-    towards the copy engine here, readers after the barrier."""
-    c, s = k.c, k.c.shape
-    base = p.act + Int64(PromptBuffers.of(c).q)
-    width, blocks = s.head_dim * 2, (p.rows + 7) // 8
-    i = k.wid * c.ctas + k.bid
-    while i < blocks * (2 * s.kv_heads):
-        block, head = i // (2 * s.kv_heads), i % (2 * s.kv_heads)  # all K heads, then V heads
-        row = block * 8 + (k.lane >> 2)
-        at = p.position + cutlass.min(row, p.rows - 1)
-        vectors = head_vectors(k, base, (s.heads + head) * s.head_dim, block)
-        kv_head = head % s.kv_heads
-        to = page_block(k, page_of(k, at >> 6), layer, kv_head) + Int64((at & 63) * width)
-        if head < s.kv_heads:
-            words = rotated(k, p, vectors, at, norm_weights(k, layer, 1))
-            if row < p.rows:
-                store_key(k, to, at, words)
-        else:
-            if row < p.rows:
-                store_value(k, to + PAGE * width, at, vectors)
-        i = i + c.warps * c.ctas
-    sync.fence_async()
+from cute_kernels.gpu.rotary import norm_weights
+from cute_kernels.gpu.rows_gemm import store_tile
 
 
 # -- half a block --------------------------------------------------------------------------------
@@ -214,16 +124,22 @@ def walk_blocks(
     return stage, parity
 
 
-def load_queries(k, p, q, head, layer, row_tile):
-    """Q of 16 rows of a query head: [row g, row g + 8][words]."""
+def load_head(k, p, q, column, layer, row_tile, positions):
+    """Q of 16 rows of the query head whose first column is given: [row g, row g + 8][words].
+    positions: of these two rows."""
     base, weights = p.act + Int64(PromptBuffers.of(k.c).q), norm_weights(k, layer, 0)
-    row = row_tile * ROW_TILE + (k.lane >> 2)
+    rope = arg(k, Arg.ROPE)
     for h in range(2):
-        vectors = head_vectors(k, base, head * k.c.shape.head_dim, row_tile * 2 + h)
-        at = p.position + cutlass.min(row + 8 * h, p.rows - 1)
-        words = [w for v in rotated(k, p, vectors, at, weights) for w in v]
+        vectors = head_vectors(k, base, column, row_tile * 2 + h, COLUMNS_BYTES)
+        words = [w for v in rotated(k, rope, vectors, positions[h], weights) for w in v]
         for i, word in enumerate(words):
             q[h * len(words) + i] = word
+
+
+def load_queries(k, p, q, head, layer, row_tile):
+    row = row_tile * ROW_TILE + (k.lane >> 2)
+    positions = [p.position + cutlass.min(row + 8 * h, p.rows - 1) for h in range(2)]
+    load_head(k, p, q, head * k.c.shape.head_dim, layer, row_tile, positions)
 
 
 def store_output(k, p, head, row_tile, den, o):
@@ -239,6 +155,7 @@ def store_output(k, p, head, row_tile, den, o):
 def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, layer: Int32, stage: Int32, parity: Int32):
     """Consumer warps' part: attention output of the chunk in a. Returns the place in the ring."""
     c, d = k.c, k.c.shape.head_dim
+    keys_written(k, k.bid < task_count(c, p.row_tiles))
     q = cute.make_rmem_tensor(cute.make_layout(d // 4), Uint32)
     m = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     den = cute.make_rmem_tensor(cute.make_layout(2), Float32)
@@ -291,7 +208,8 @@ def produce_keys(
                     keys_barrier(False)
                     sync.fence_async()
                     told = Int32(1)
-            at = page_block(k, page_of(k, block), layer, index % c.shape.kv_heads)
+            head = index % c.shape.kv_heads
+            at = block_at(k, k.kv_pool, k.layers, page_of(k, block), layer, head)
             for _ in cutlass.range_constexpr(stages_per_block(c)):
                 stage, parity, issued, landed, landed_parity = issue(
                     k.ring, at, Int32(KV_COPY),
@@ -309,8 +227,9 @@ def keys_barrier(arrives):
 
 
 @cute.jit
-def keys_written(k: cutlass.Constexpr, p: cutlass.Constexpr):
-    """Consumer warps, behind the barrier that follows `write_keys`."""
+def keys_written(k: cutlass.Constexpr, waits: Boolean):
+    """Consumer warps, behind the barrier that follows the chunk's keys. waits: whether this CTA's
+    producer will ask."""
     if k.wid == 0:
-        if k.bid < task_count(k.c, p.row_tiles):
+        if waits:
             keys_barrier(True)

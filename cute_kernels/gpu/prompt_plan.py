@@ -1,7 +1,8 @@
 """The row form's plan: where a chunk of a prompt keeps its activations, and who attends to what.
 
 Free of cutlass: host, device code and tests share it. A *chunk* is up to 256 rows (token positions)
-of one prompt; its first position is a multiple of 64. Rows are worked on in *row tiles* of 16.
+of one prompt; its first position is a multiple of 64. A tree has up to 128 rows. Rows are worked on
+in *row tiles* of 16.
 
 Activations are bf16 in the layout of the decode form with 32 blocks of 8 rows: `pack.to_fragments`.
 """
@@ -10,12 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cute_kernels.gpu.board import MAX_ROWS as TREE_ROWS
 from cute_kernels.gpu.config import CHUNK, TILE, Config
 from cute_kernels.gpu.kv_layout import PAGE
 
 MAX_ROWS, ROW_TILE = 256, 16
 PARTS = ("embed", "qkv", "keys", "attention", "o", "gu", "down")  # each also a kernel of its own
 ROW_TILES = MAX_ROWS // ROW_TILE
+TREE_TILES = TREE_ROWS // ROW_TILE
 CONSUMER_REGISTERS = 208  # at least, with setmaxnreg: kernel.register_split
 OTHER_REGISTERS = 84  # of rows_gemm.py, besides what grows with the tiles of a sweep
 BLOCKS = MAX_ROWS // 8
@@ -29,7 +32,8 @@ class PromptBuffers:
     x, q, a, h: bf16, columns [hidden], [qkv], [heads x head_dim], [ffn]; q: before rotation.
     residual: fp32 [hidden / 8, row tiles, lane, 4], the values an mma leaves in a lane; its columns
     are read and written by their owner CTA alone. parts: fp32 [hidden / 8, team, row tiles, lane,
-    4], the team's sums of `down`.
+    4], the team's sums of `down`. tree: a tree's attention, [row tile] of what tiles.Buffers.part
+    holds.
     """
 
     x: int
@@ -38,6 +42,7 @@ class PromptBuffers:
     h: int
     residual: int
     parts: int
+    tree: int
     bytes: int
 
     @classmethod
@@ -48,22 +53,28 @@ class PromptBuffers:
         tile = MAX_ROWS * TILE * 4
         sizes.append(s.hidden // TILE * tile)
         sizes.append(s.hidden // TILE * tile * c.team if c.team > 1 else 0)
+        sizes.append(TREE_TILES * tree_part_bytes(c) if c.draft else 0)
         ends = np.cumsum(sizes).tolist()
         return cls(0, *ends)
 
 
+def tree_part_bytes(c: Config) -> int:
+    """Of a row tile's attention: what the splits say about 16 rows."""
+    return c.shape.kv_heads * ROW_TILE * c.splits * c.part_bytes
+
+
 def most_tiles(c: Config, name: str) -> int:
-    """Most tiles of a matrix that one CTA multiplies."""
+    """Most tiles of a matrix that one CTA multiplies; of `ckv`, of a layer of the drafter."""
     g = c.gemm(name)
-    if name in ("o", "down"):
+    if g.owned:
         owned = int(c.team_tiles("down").max())
         return owned if g.split > 1 else -(-owned // c.team)
     return -(-g.tiles // c.ctas)
 
 
-def rounds(c: Config) -> int:
-    """Most row tiles of a warp."""
-    return -(-ROW_TILES // c.warps)
+def rounds(c: Config, name: str) -> int:
+    """Most row tiles of a warp in a matrix; the head is for rows of a tree alone."""
+    return -(-(TREE_TILES if name == "lm" else ROW_TILES) // c.warps)
 
 
 def warp_bytes(c: Config, name: str) -> int:
@@ -87,7 +98,7 @@ def group_tiles(c: Config, name: str) -> int:
     of them; evened out over the sweeps. Their slices lie in the ring together, and for each a
     thread keeps 4 sums a row tile of its warp, two chains of 4, and 4 words of weights."""
     registers = CONSUMER_REGISTERS if c.setmaxnreg else 65536 // (-(-c.block // 128) * 128)
-    at_once = (registers - OTHER_REGISTERS) // (4 * rounds(c) + 12)
+    at_once = (registers - OTHER_REGISTERS) // (4 * rounds(c, name) + 12)
     most = most_tiles(c, name)
     at_once = max(1, min(at_once, c.stages - 2, most))
     return -(-most // -(-most // at_once))

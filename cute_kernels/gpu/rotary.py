@@ -41,21 +41,26 @@ def scaled(value, factor, weight):
     )
 
 
-def norm_weights(k, layer, which):
-    """This lane's weights of the RMSNorm of q (which = 0) or k (1), as (lo, hi) per word; None
-    where the model has none. Loads: ask early."""
-    s = k.c.shape
-    if not s.qk_norm:
-        return None
-    d = s.head_dim
-    at = arg(k, Arg.QK_NORM) + Int64((layer * 2 + which) * (d * 4) + (k.lane & 3) * 8)
-    out = []
+def head_weights(k, at):
+    """This lane's weights of a head's RMSNorm, fp32 [head_dim] at an address, as (lo, hi) per word.
+    Loads: ask early."""
+    d, out = k.c.shape.head_dim, []
+    at = at + Int64((k.lane & 3) * 8)
     for eight in range(d // 16):
         code = "ld.global.nc.v2.f32 {{$w0},{$w1}}, [{$r0}];"
         low = ptx_read(code, [Float32] * 2, at + eight * 32)
         high = ptx_read(code, [Float32] * 2, at + eight * 32 + d * 2)
         out += zip(low, high, strict=True)
     return out
+
+
+def norm_weights(k, layer, which, table=Arg.QK_NORM, normed=None):
+    """`head_weights` of q (which = 0) or k (1) in a layer; None where the model has none. normed:
+    whether it has; None: as the shape says."""
+    s = k.c.shape
+    if not (s.qk_norm if normed is None else normed):
+        return None
+    return head_weights(k, arg(k, table) + Int64((layer * 2 + which) * (s.head_dim * 4)))
 
 
 def head_factor(pairs, d, eps):
@@ -100,11 +105,12 @@ def rotate_head(k, words, at, rope, weights):
 
 
 @cute.jit
-def load_rope(k: cutlass.Constexpr, position: Int32, to: Int32, lane: Int32,
+def load_rope(k: cutlass.Constexpr, p: cutlass.Constexpr, position: Int32, to: Int32, lane: Int32,
               lanes: cutlass.Constexpr):  # fmt: skip
-    """`lanes` threads copy the rotary factors of a position to shared address `to`."""
+    """`lanes` threads copy the rotary factors of a position to shared address `to`. p.rope_table:
+    the entry of the argument table."""
     n_bytes = k.c.shape.head_dim * 4
-    src = arg(k, Arg.ROPE) + Int64(position) * n_bytes
+    src = arg(k, p.rope_table) + Int64(position) * n_bytes
     i = lane * 16
     while i < n_bytes:
         words = ptx_read(

@@ -18,11 +18,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
+from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.config import CHUNK, TILE
+from cute_kernels.gpu.core import arg
 from cute_kernels.gpu.embed import column_offset, token_address
 from cute_kernels.gpu.epilogue import norm_factor, silu_times
-from cute_kernels.gpu.fragments import bf16_pair, constant, mma, unpack_pair
+from cute_kernels.gpu.fragments import bf16_pair, bf16_product, constant, mma, unpack_pair
 from cute_kernels.gpu.gemm import add_square, plan_entry, warp_chunks
+from cute_kernels.gpu.keys import load_words
 from cute_kernels.gpu.prompt_plan import (
     COLUMNS_BYTES,
     ROW_TILE,
@@ -41,17 +44,21 @@ AHEAD = 4  # chunks of activations in flight a warp: 1 KiB each
 
 
 class Rows:
-    """Trace-time bundle of a chunk: rows, position (of its first row), row_tiles (Int32); act
-    (prompt_plan.PromptBuffers), tokens, rope, embed_base, embed_table (Int64 addresses)."""
+    """Trace-time bundle of a step: rows, position (of its first row), row_tiles (Int32); act
+    (Int64, prompt_plan.PromptBuffers). draft: whether the build speculates; if so, tree: Int32, 1
+    where the rows are those of Arg.ROW_TABLE, 0 where they are a prompt's."""
+
+
+class Ends:
+    """Trace-time: source and to, where a matrix finds and leaves activations of the row form (of
+    `lm`: logits). Where sums go into the residual (o, down, fc): fresh, None or Int32: where not 0
+    the residual counts as 0; tap, None or Int64: where the rows go besides, 0: nowhere."""
+
+    def __init__(self, source, to, fresh=None, tap=None):
+        self.source, self.to, self.fresh, self.tap = source, to, fresh, tap
 
 
 # -- global memory behind a grid barrier -------------------------------------------------------
-def load_words(at):
-    return ptx_read(
-        "ld.global.L1::no_allocate.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Uint32] * 4, at
-    )
-
-
 def load_quad(at):
     return ptx_read("ld.global.v4.f32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Float32] * 4, at)
 
@@ -107,13 +114,37 @@ def tile_words(v):
     return [bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3])]
 
 
-def add_residual(k, p, row_tile, tile, v):
-    """The fp32 residual of this CTA's columns: read, added to, kept; and the sum as bf16 in x."""
-    b = PromptBuffers.of(k.c)
-    at = p.act + Int64(b.residual) + Int64((tile * ROW_TILES + row_tile) * 512 + k.lane * 16)
-    v = [x + r for x, r in zip(v, load_quad(at), strict=True)]
+@cute.jit
+def store_tap(k: cutlass.Constexpr, p: cutlass.Constexpr, tap: Int64, row_tile: Int32, tile: Int32,
+              words: cutlass.Constexpr):  # fmt: skip
+    if tap != 0:
+        store_tile(k, p, tap, row_tile, tile, words)
+
+
+def add_residual(k, p, ends, row_tile, tile, v):
+    """The fp32 residual of this CTA's columns: read, added to, kept; and the sum as bf16."""
+    at = p.act + Int64(PromptBuffers.of(k.c).residual)
+    at = at + Int64((tile * ROW_TILES + row_tile) * 512 + k.lane * 16)
+    old = load_quad(at)
+    if ends.fresh is not None:
+        old = [sync.choose(ends.fresh, 0.0, x) for x in old]
+    v = [x + r for x, r in zip(v, old, strict=True)]
     store_quad(at, v)
-    store_tile(k, p, p.act + Int64(b.x), row_tile, tile, tile_words(v))
+    store_tile(k, p, ends.to, row_tile, tile, tile_words(v))
+    if ends.tap is not None:
+        store_tap(k, p, ends.tap, row_tile, tile, tile_words(v))
+
+
+@cute.jit
+def store_logits(k: cutlass.Constexpr, p: cutlass.Constexpr, logits: Int64, row_tile: Int32,
+                 tile: Int32, v: cutlass.Constexpr):  # fmt: skip
+    """16 rows x 8 columns of fp32 [rows, Config.logit_stride]."""
+    row, col = row_tile * ROW_TILE + (k.lane >> 2), tile * TILE + 2 * (k.lane & 3)
+    at = logits + (Int64(row) * k.c.logit_stride + Int64(col)) * 4
+    for h in cutlass.range_constexpr(2):
+        if row + 8 * h < p.rows:
+            to = at + 8 * h * k.c.logit_stride * 4
+            sync.ptx_do("st.global.v2.f32 [{$r0}], {{$r1},{$r2}};", to, v[2 * h], v[2 * h + 1])
 
 
 def part_at(k, tile, rank, row_tile):
@@ -143,11 +174,18 @@ def keep(ahead, queue):
             ahead[8 * d + e], ahead[8 * d + 4 + e] = r0[e], r1[e]
 
 
-def k_warp_products(k, g, n, places, ahead, at, after, totals, norms):
+def scaled_rows(vectors, at):
+    """A chunk times the final norm's weights, products rounded to bf16 (gemm.scale_by_norm)."""
+    weights = sync.ld_constant_words(at)
+    return [[bf16_product(x, w) for x, w in zip(v, weights, strict=True)] for v in vectors]
+
+
+def k_warp_products(k, g, n, places, ahead, at, after, totals, norms, scales):
     """What one K warp of the decode form adds to every output: its chunks of K, chains, sum.
 
     places: shared addresses of its weights by tile. at, after: of this lane's activations of these
-    chunks and of those that come next, whose first ones are read ahead here."""
+    chunks and of those that come next, whose first ones are read ahead here. scales: of `lm`, this
+    lane's weights of the final norm for the first chunk."""
     chunks, step_bytes = warp_chunks(k, g), slice_warps(k.c, g.name) * 512
     depth = min(AHEAD, chunks)
     queue = [
@@ -165,7 +203,7 @@ def k_warp_products(k, g, n, places, ahead, at, after, totals, norms):
         weights = [sync.lds_words(places[j] + i * step_bytes) for j in range(n)]
         if g.normed:
             square_sums(sums, vectors)
-        r0, r1 = vectors
+        r0, r1 = vectors if g.name != "lm" else scaled_rows(vectors, scales + i * 64)
         for s in range(2):
             a = [r0[2 * s], r1[2 * s], r0[2 * s + 1], r1[2 * s + 1]]
             for j in range(n):
@@ -195,46 +233,56 @@ def start_sums(totals, norms):
 
 
 # -- the phase ---------------------------------------------------------------------------------
-def finish(k, p, g, row_tile, tile, v, norms):
+def finish(k, p, g, ends, row_tile, tile, v, norms):
     """Finished sums of a tile -> where they go."""
-    b = PromptBuffers.of(k.c)
     if g.normed:
         f = [norm_factor(k.c, norms[h]) for h in range(2)]
         v = [x * f[e >> 1] for e, x in enumerate(v)]
     if g.name == "qkv":
-        store_tile(k, p, p.act + Int64(b.q), row_tile, tile, tile_words(v))
+        store_tile(k, p, ends.to, row_tile, tile, tile_words(v))
     elif g.name == "gu":
-        store_gated(k, p, p.act + Int64(b.h), row_tile, tile, v)
+        store_gated(k, p, ends.to, row_tile, tile, v)
+    elif g.name == "lm":
+        store_logits(k, p, ends.to, row_tile, tile, v)
     elif g.split > 1:
-        store_quad(p.act + Int64(b.parts) + part_at(k, tile, k.rank, row_tile), v)
+        parts = p.act + Int64(PromptBuffers.of(k.c).parts)
+        store_quad(parts + part_at(k, tile, k.rank, row_tile), v)
     else:
-        add_residual(k, p, row_tile, tile, v)
+        add_residual(k, p, ends, row_tile, tile, v)
 
 
 @cute.jit
 def finish_row_tile(
-    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, row_tile: Int32, tile0: Int32,
-    left: Int32, totals: cute.Tensor, norms: cute.Tensor,
+    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, ends: cutlass.Constexpr,
+    row_tile: Int32, tile0: Int32, left: Int32, totals: cute.Tensor, norms: cute.Tensor,
 ):  # fmt: skip
     """The first `left` of a group's tiles, from tile0 on."""
     for j in cutlass.range_constexpr(group_tiles(k.c, g.name)):
         if j < left:
             v = [totals[4 * j + e] for e in range(4)]
-            finish(k, p, g, row_tile, tile0 + j * tile_stride(k.c, g.name), v, norms)
+            finish(k, p, g, ends, row_tile, tile0 + j * tile_stride(k.c, g.name), v, norms)
+
+
+def norm_at(k, offset):
+    """This lane's weights of the final norm for the chunk in which `offset` lies."""
+    chunk = Int32(offset >> (COLUMNS_BYTES.bit_length() - 1))
+    return arg(k, Arg.FINAL_NORM) + Int64(chunk * 64 + (k.lane & 3) * 16)
 
 
 @cute.jit
 def multiply_slice(
-    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, places: cutlass.Constexpr,
-    at: Int64, last: cutlass.Boolean, ahead: cute.Tensor, totals: cute.Tensor, norms: cute.Tensor,
+    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, source: Int64,
+    places: cutlass.Constexpr, at: Int64, last: cutlass.Boolean, ahead: cute.Tensor,
+    totals: cute.Tensor, norms: cute.Tensor,
 ):  # fmt: skip
-    """A slice's part of all sums of this warp. at: this lane's activations of its first row tile at
-    the slice's first chunk. Returns a word that depends on every load of weights."""
+    """A slice's part of all sums of this warp. source: of all activations; at: this lane's of its
+    first row tile at the slice's first chunk. Returns a word that depends on every load of weights.
+    """
     c, n = k.c, group_tiles(k.c, g.name)
     span, round_bytes = warp_chunks(k, g) * COLUMNS_BYTES, c.warps * 1024
     n_warps, seen, row_tile = slice_warps(c, g.name), Uint32(0), k.wid
     begin = at - Int64((slice_count(c, g.name) - 1) * n_warps * span)  # of the sweep, from the last
-    for _ in cutlass.range(rounds(c), unroll=1):
+    for _ in cutlass.range(rounds(c, g.name), unroll=1):
         if row_tile < p.row_tiles:
             here, offset = at, Int32(0)
             for w in cutlass.range(n_warps, unroll=1):
@@ -245,8 +293,10 @@ def multiply_slice(
                         after = at + n_warps * span - Int64((row_tile - k.wid) * 1024)
                         if last:
                             after = begin - Int64((row_tile - k.wid) * 1024)
-                mine = [place + offset for place in places]
-                k_warp_products(k, g, n, mine, ahead, here, after, totals, norms)
+                mine, scales = [place + offset for place in places], None
+                if cutlass.const_expr(g.name == "lm"):
+                    scales = norm_at(k, here - source)
+                k_warp_products(k, g, n, mine, ahead, here, after, totals, norms, scales)
                 here, offset = after, offset + 512
             for j in cutlass.range_constexpr(n):
                 seen = seen | sync.as_bits(totals[4 * j])
@@ -273,20 +323,19 @@ def group_size(k, g, n, done):
 
 @cute.jit
 def rows_gemm(
-    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, phase: Int32,
-    stage: Int32, parity: Int32,
+    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, ends: cutlass.Constexpr,
+    phase: Int32, stage: Int32, parity: Int32,
 ):  # fmt: skip
     """Consumer warps' part of one matrix. Returns the place in the ring. Where `down` is split its
     parts still have to be added: `add_parts`, a barrier later."""
-    c, b, n_group = k.c, PromptBuffers.of(k.c), group_tiles(k.c, g.name)
-    source = {"qkv": b.x, "o": b.a, "gu": b.x, "down": b.h}[g.name]
-    src = p.act + Int64(source) + Int64(k.wid * 1024 + k.lane * 16)
+    c, n_group = k.c, group_tiles(k.c, g.name)
+    src = ends.source + Int64(k.wid * 1024 + k.lane * 16)
     if cutlass.const_expr(g.split > 1):
         src = src + Int64(k.rank * (g.slab // CHUNK * COLUMNS_BYTES))
     tile0, n, _, _ = plan_entry(k, phase)
     slices, slice_bytes = slice_count(c, g.name), slice_warps(c, g.name) * warp_chunks(k, g)
-    totals = cute.make_rmem_tensor(cute.make_layout(rounds(c) * 4 * n_group), Float32)
-    norms = cute.make_rmem_tensor(cute.make_layout(rounds(c) * 2), Float32)
+    totals = cute.make_rmem_tensor(cute.make_layout(rounds(c, g.name) * 4 * n_group), Float32)
+    norms = cute.make_rmem_tensor(cute.make_layout(rounds(c, g.name) * 2), Float32)
     depth = min(AHEAD, warp_chunks(k, g))
     ahead = cute.make_rmem_tensor(cute.make_layout(8 * depth), Uint32)
     keep(ahead, [load_rows(src + d * COLUMNS_BYTES) for d in range(depth)])
@@ -305,7 +354,7 @@ def rows_gemm(
                 stage_place(k, first, cutlass.min(Int32(j), left - 1)) for j in range(n_group)
             ]
             last = q == slices - 1
-            seen = multiply_slice(k, p, g, places, at, last, ahead, totals, norms)
+            seen = multiply_slice(k, p, g, ends.source, places, at, last, ahead, totals, norms)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 for _ in cutlass.range(left, unroll=1):
@@ -315,10 +364,10 @@ def rows_gemm(
                         first = Int32(0)
             at = at + slice_bytes * COLUMNS_BYTES
         row_tile = k.wid
-        for _ in cutlass.range(rounds(c), unroll=1):
+        for _ in cutlass.range(rounds(c, g.name), unroll=1):
             if row_tile < p.row_tiles:
                 tile = tile0 + done * tile_stride(c, g.name)
-                finish_row_tile(k, p, g, row_tile, tile, left, totals, norms)
+                finish_row_tile(k, p, g, ends, row_tile, tile, left, totals, norms)
             row_tile = row_tile + c.warps
             rotate(totals, 4 * n_group)
             rotate(norms, 2)
@@ -362,7 +411,7 @@ def part_sum(k, p, row_tile, tile):
 
 
 @cute.jit
-def add_parts(k: cutlass.Constexpr, p: cutlass.Constexpr, phase: Int32):
+def add_parts(k: cutlass.Constexpr, p: cutlass.Constexpr, ends: cutlass.Constexpr, phase: Int32):
     """The owner of a tile of a split `down` adds its team's parts in rank order."""
     c = k.c
     tile0, n, _, _ = plan_entry(k, phase)
@@ -370,21 +419,21 @@ def add_parts(k: cutlass.Constexpr, p: cutlass.Constexpr, phase: Int32):
     i = k.wid
     while i < own * p.row_tiles:
         tile, row_tile = tile0 + (i // p.row_tiles) * c.team + k.rank, i % p.row_tiles
-        add_residual(k, p, row_tile, tile, part_sum(k, p, row_tile, tile))
+        add_residual(k, p, ends, row_tile, tile, part_sum(k, p, row_tile, tile))
         i = i + c.warps
 
 
 # -- embeddings --------------------------------------------------------------------------------
-def row_token(k, p, row):
-    """Address of a row's embedding (embed.py); rows beyond the chunk get the last one's."""
-    at = p.position + cutlass.min(row, p.rows - 1)
-    return token_address(
-        k, ptx_read("ld.global.b32 {$w0}, [{$r0}];", [Int32], p.tokens + Int64(at) * 4)
-    )
+def row_token(k, p, tokens, row):
+    """Address of a row's embedding (embed.py); rows beyond the step get the last one's. tokens:
+    (address of the first row's token, bytes to the next)."""
+    first, stride = tokens
+    at = first + Int64(cutlass.min(row, p.rows - 1) * stride)
+    return token_address(k, ptx_read("ld.global.b32 {$w0}, [{$r0}];", [Int32], at))
 
 
 @cute.jit
-def embed_rows(k: cutlass.Constexpr, p: cutlass.Constexpr):
+def embed_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, tokens: cutlass.Constexpr):
     """x = the tokens' embeddings: copies of 16-byte vectors, (32 columns, 8 rows) a warp at a
     time over all warps of the grid."""
     c, x = k.c, p.act + Int64(PromptBuffers.of(k.c).x)
@@ -394,7 +443,7 @@ def embed_rows(k: cutlass.Constexpr, p: cutlass.Constexpr):
         chunk, block = i % chunks, i // chunks
         row = block * 8 + (k.lane >> 2)
         col = chunk * CHUNK + (k.lane & 3) * 4
-        words = sync.ld_constant_words(row_token(k, p, row) + column_offset(k, col))
+        words = sync.ld_constant_words(row_token(k, p, tokens, row) + column_offset(k, col))
         if row < p.rows:
             to = x + Int64(chunk * COLUMNS_BYTES + block * 512 + k.lane * 16)
             sync.ptx_do("st.global.v4.b32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};", to, *words)
@@ -402,7 +451,8 @@ def embed_rows(k: cutlass.Constexpr, p: cutlass.Constexpr):
 
 
 @cute.jit
-def embed_residual(k: cutlass.Constexpr, p: cutlass.Constexpr, phase: Int32):
+def embed_residual(k: cutlass.Constexpr, p: cutlass.Constexpr, tokens: cutlass.Constexpr,
+                   phase: Int32):  # fmt: skip
     """The same as fp32 for this CTA's own columns; phase: of some `o`, whose tiles they are."""
     c, residual = k.c, p.act + Int64(PromptBuffers.of(k.c).residual)
     tile0, n, _, _ = plan_entry(k, phase)
@@ -411,8 +461,12 @@ def embed_residual(k: cutlass.Constexpr, p: cutlass.Constexpr, phase: Int32):
         tile, row_tile = tile0 + (i // p.row_tiles) * tile_stride(c, "o"), i % p.row_tiles
         row = row_tile * ROW_TILE + (k.lane >> 2)
         at = column_offset(k, tile * TILE + 2 * (k.lane & 3))
-        lo = ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Uint32], row_token(k, p, row) + at)
-        hi = ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Uint32], row_token(k, p, row + 8) + at)
+        lo = ptx_read(
+            "ld.global.nc.b32 {$w0}, [{$r0}];", [Uint32], row_token(k, p, tokens, row) + at
+        )
+        hi = ptx_read(
+            "ld.global.nc.b32 {$w0}, [{$r0}];", [Uint32], row_token(k, p, tokens, row + 8) + at
+        )
         to = residual + Int64((tile * ROW_TILES + row_tile) * 512 + k.lane * 16)
         store_quad(to, [*unpack_pair(lo), *unpack_pair(hi)])
         i = i + c.warps

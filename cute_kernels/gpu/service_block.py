@@ -12,9 +12,10 @@ from enum import IntEnum
 
 import numpy as np
 
+from cute_kernels.gpu.board import FEW_ROWS, MAX_ROWS
 from host.wire import ENTRY_WORDS, PARAMS, Wire
 
-PARAMS_AT = 512
+PARAMS_AT = 1024
 MARKS_AT = PARAMS_AT + PARAMS.itemsize
 
 
@@ -46,6 +47,13 @@ class Own(IntEnum):
     PAGES = 10
     PARK_AFTER_NS = 11  # negative: never
     TOKENS = 31  # device address of the prompt's tokens, int32 by absolute position
+    # The drafter: 0 throughout without one
+    DRAFT_BLOCK = 48  # rows of a block, the anchor included
+    DRAFTED = 49  # positions a block predicts, at most 15
+    FIRST_DRAFTED = 50  # first row of a block that predicts: 1, or 0 where the anchor does too
+    MASK_TOKEN = 51
+    BUDGET = 52  # nodes of a tree, at most board.MAX_ROWS - 1
+    CHAIN = 53  # 1: chains only
     # The wire
     COMPLETION_TAIL = 12
     REQUEST_HEAD = 13
@@ -84,9 +92,30 @@ class Own(IntEnum):
     STOP_COUNT = 43
     NEWEST = 44  # the last token, whose keys and values are not in the pages yet
     FLIGHT_ROWS = 45  # rows of the step that runs
+    DECIDES = 55  # 1: the request samples, has biases or asks for alternatives
+    LOGPROBS = 56  # alternatives with every token
+    ENTRIES = 57  # completion entries that a step can write for the request
+    CONTEXT = 58  # tokens of the last step: positions that are new to the drafter; their rows: PATH
+    # The split of a step's time, as the host is shown it from Word.SPLIT_STEPS on: totals
+    SPLIT_STEPS = 64
+    SPLIT_DRAFTED = 65
+    SPLIT_ROWS = 66
+    SPLIT_TOKENS = 67
+    SPLIT_COMPACT = 68
+    SPLIT_DRAFT = 69
+    SPLIT_TREE = 70
+    SPLIT_VERIFY = 71
+    SPLIT_DECIDE = 72
+    SPLIT_TOTAL = 73
+    OPENED = 61  # when the first descriptor of the step that runs was out
+    DRAFT_LAST = 62  # end of the drafter's phases
+    PROGRESS = 63  # sum of the CTAs' phases as of the last look
 
 
-assert 8 * (max(Own) + 1) <= PARAMS_AT
+SPLITS = 10
+PATH_AT = 8 * 80  # int32 [16]: rows of the last step's tree that its tokens came from
+assert Own.SPLIT_TOTAL - Own.SPLIT_STEPS == SPLITS - 1
+assert 8 * (max(Own) + 1) <= PATH_AT and PATH_AT + 64 <= PARAMS_AT
 
 
 def block_bytes(inflight: int) -> int:
@@ -95,15 +124,24 @@ def block_bytes(inflight: int) -> int:
 
 
 def make_block(constants: Mapping[Own, int], *, first_sequence: int = 0) -> np.ndarray:
-    """The block's first contents, int64; ring counters start at `first_sequence`."""
+    """The block's first contents, int64; ring counters start at `first_sequence`. ValueError for
+    constants that cannot be."""
     inflight = constants[Own.INFLIGHT]
     if inflight < 1 or inflight & (inflight - 1):
         raise ValueError(f"{inflight} requests in flight; it must be a power of two")
+    rows, nodes = constants.get(Own.DRAFT_BLOCK, 0), constants.get(Own.BUDGET, 0)
+    if not 0 <= rows <= FEW_ROWS or not 0 <= nodes < MAX_ROWS:
+        raise ValueError(
+            f"a block of {rows} rows and trees of {nodes} nodes; a step has at most {FEW_ROWS} and "
+            f"{MAX_ROWS} rows"
+        )
     block = np.zeros(block_bytes(inflight) // 8, np.int64)
     for counter in (Own.COMPLETION_TAIL, Own.REQUEST_HEAD, Own.ABORT_HEAD):
         block[counter] = first_sequence
     for word, value in constants.items():
         block[word] = value
+    if not rows or not nodes:
+        block[Own.DRAFTED] = 0  # nothing is drafted
     return block
 
 

@@ -40,7 +40,8 @@ class Barrier(enum.IntEnum):
 
     CONSUMERS = 1
     PAIRS = 2  # and the next 7: the two warps of a query head in attention
-    KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.keys_barrier
+    KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.py, context.tell_keys
+    DRAFTING = 11  # the producer tells consumer warp 0: context.draft_begins
 
 
 def ptx_read(code, types, *args):
@@ -102,6 +103,27 @@ def ld_words_if(ok, addr):
     )
 
 
+def ld_fresh_words(addr):
+    """Four words that another SM has written before a hand-off that this thread has seen."""
+    return ptx_read(
+        "ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];",
+        [Uint32] * 4,
+        addr,
+    )
+
+
+def ld_fresh_words_if(ok, addr):
+    """The same where ok != 0, else four zeros and no access."""
+    return ptx_read(
+        "{ .reg .pred q; setp.ne.u32 q, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0;"
+        " mov.b32 {$w2}, 0; mov.b32 {$w3}, 0;"
+        " @q ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}]; }",
+        [Uint32] * 4,
+        addr,
+        ok,
+    )
+
+
 def ld_constant_words_if(ok, addr):
     """Four words that nobody writes while the kernel runs, or zeros."""
     return ptx_read(
@@ -158,6 +180,25 @@ def ld_pair_words_if(ok, addr):
     return ptx_read(code, [Uint32] * 2, addr, Uint64(KEEP), ok)
 
 
+def ld_floats_if(ok, addr, other):
+    """Four fp32 that other SMs have written, where they meet, or four times the constant `other`.
+    Without a hint to keep the line: whole rows of logits are read like that."""
+    fill = "".join(f"mov.f32 {{$w{i}}}, {{$r2}}; " for i in range(4))
+    return ptx_read(
+        "{ .reg .pred q; setp.ne.u32 q, {$r1}, 0; " + fill
+        + "@q ld.relaxed.gpu.global.L1::no_allocate.v4.f32"
+        " {{$w0},{$w1},{$w2},{$w3}}, [{$r0}]; }",
+        [Float32] * 4,
+        addr,
+        ok,
+        Float32(other),
+    )  # fmt: skip
+
+
+def ld_float(addr):
+    return ptx_read("ld.relaxed.gpu.global.L1::no_allocate.f32 {$w0}, [{$r0}];", [Float32], addr)
+
+
 def st_word(addr, value):
     code = "st.relaxed.gpu.global.L2::cache_hint.b32 [{$r0}], {$r1}, {$r2};"
     ptx_do(code, addr, value, Uint64(KEEP))
@@ -205,6 +246,11 @@ def larger(a, b):
     return ptx_read("max.u32 {$w0}, {$r0}, {$r1};", [Uint32], a, b)
 
 
+def smaller(a, b):
+    """Unsigned, likewise."""
+    return ptx_read("min.u32 {$w0}, {$r0}, {$r1};", [Uint32], a, b)
+
+
 def maximum(values):
     """Of fp32 values, as a tree; `cutlass.max` takes a comparison and a selection each."""
     while len(values) > 1:
@@ -213,6 +259,10 @@ def maximum(values):
         odd = values[len(values) // 2 * 2 :]
         values = [ptx_read(code, [Float32], a, b) for a, b in pairs] + odd
     return values[0]
+
+
+def least(a, b):
+    return ptx_read("min.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
 
 
 def largest(words):
@@ -382,6 +432,10 @@ def lds_int(addr):
     return ptx_read("ld.shared.b32 {$w0}, [{$r0}];", [Int32], addr)
 
 
+def lds_byte(addr):
+    return ptx_read("ld.shared.u8 {$w0}, [{$r0}];", [Int32], addr)
+
+
 def lds_ints(addr):
     return ptx_read("ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Int32] * 4, addr)
 
@@ -416,6 +470,48 @@ def sts(addr, v):
 
 def sts_int(addr, v):
     ptx_do("st.shared.b32 [{$r0}], {$r1};", addr, v)
+
+
+def lds_long(addr):
+    return ptx_read("ld.shared.b64 {$w0}, [{$r0}];", [Int64], addr)
+
+
+def lds_longs(addr):
+    return ptx_read("ld.shared.v2.b64 {{$w0},{$w1}}, [{$r0}];", [Int64] * 2, addr)
+
+
+def sts_long(addr, v):
+    ptx_do("st.shared.b64 [{$r0}], {$r1};", addr, v)
+
+
+def add_shared(addr, v):
+    """Atomically; what was there before."""
+    return ptx_read("atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", [Int32], addr, v)
+
+
+def bound_shared(op, addr, v):
+    """op: min or max, of unsigned words, atomically."""
+    ptx_do(f"red.shared.{op}.u32 [{{$r0}}], {{$r1}};", addr, v)
+
+
+# -- whole warps -------------------------------------------------------------------------------
+def warp_reduce(op, v):
+    """op: add, min or max, of unsigned words; the result in every lane."""
+    return ptx_read(f"redux.sync.{op}.u32 {{$w0}}, {{$r0}}, 0xffffffff;", [Uint32], v)
+
+
+def lanes_where(condition):
+    """A bit for every lane in which the condition holds."""
+    return ptx_read(
+        "{ .reg .pred q; setp.ne.u32 q, {$r0}, 0; vote.sync.ballot.b32 {$w0}, q, 0xffffffff; }",
+        [Uint32],
+        Int32(condition),
+    )
+
+
+def lowest_bit(word):
+    """Its place; the word is not 0."""
+    return ptx_read("{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", [Int32], word)
 
 
 def pair_sync(pair):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, LAYER_KINDS, ROWS, TILE, Config
+from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, LAYER_KINDS, ROWS, TILE, Config, DraftShape
 
 
 @dataclass(frozen=True)
@@ -38,34 +38,60 @@ class Buffers:
         return cls(*at)
 
 
+# -- phases ------------------------------------------------------------------------------------
+def draft_phases(c: Config, draft: DraftShape) -> list[tuple[str, int]]:
+    """(matrix, its tiles) of the drafter's phases, as they follow the target's head: fc of every
+    tap, ckv of all layers in one, four a layer, the head."""
+    head = draft.columns // TILE or c.gemm("lm").tiles
+    kinds = ["fc"] * draft.taps + ["ckv"] + [*LAYER_KINDS] * draft.layers
+    tiles = [c.gemm(name).tiles * (draft.layers if name == "ckv" else 1) for name in kinds]
+    return [*zip(kinds, tiles, strict=True), ("lm", head)]
+
+
+def target_phases(c: Config, layers: int) -> list[tuple[str, int]]:
+    """(matrix, its tiles) of the target's phases: four a layer and the head."""
+    return [(name, c.gemm(name).tiles) for name in [*LAYER_KINDS] * layers + ["lm"]]
+
+
 # -- tile assignment ---------------------------------------------------------------------------
 def tile_stride(c: Config, name: str) -> int:
-    """Distance of a CTA's consecutive tiles: `o` follows the ownership of `down`, so that the
-    residual of a column never leaves its CTA."""
-    return c.team if name == "o" else 1
+    """Distance of a CTA's consecutive tiles: `o` and `fc` follow the ownership of `down`, so that
+    the fp32 sums of a column never leave its CTA."""
+    return c.team if name in ("o", "fc") else 1
 
 
-def make_plan(c: Config, layers: int) -> np.ndarray:
+def make_plan(c: Config, layers: int, draft: DraftShape | None = None) -> np.ndarray:
     """plan[cta, phase] = (first tile, tiles, copies, bytes a copy), int32.
 
-    Phases are 4 per layer and the head. Tiles of `down` belong to a team; CTA r of a team finishes
-    tiles r, r + team, ... of them, and `o` follows. Elsewhere tiles are consecutive, and a
-    remainder goes to those with the shortest streams so far.
+    Phases are 4 per layer and the head; behind them, the drafter's. Tiles of `down` belong to a
+    team; CTA r of a team finishes tiles r, r + team, ... of them, and `o` and `fc` follow.
+    Elsewhere tiles are consecutive, and a remainder goes to those with the shortest streams so far.
     """
-    plan = np.zeros((c.ctas, 4 * layers + 1, 4), np.int32)
+    plan = assign(c, target_phases(c, layers))
+    if draft is None:
+        return plan
+    own = assign(c, draft_phases(c, draft))
+    if not draft.columns:
+        own[:, -1] = plan[:, -1]
+    return np.concatenate([plan, own], 1)
+
+
+def assign(c: Config, phases: list[tuple[str, int]]) -> np.ndarray:
+    """The plan of some phases, given as (matrix, tiles): see `make_plan`."""
+    plan = np.zeros((c.ctas, len(phases), 4), np.int32)
     load = np.zeros(c.ctas)
     rank, team = np.arange(c.ctas) % c.team, np.arange(c.ctas) // c.team
     owned = c.team_tiles("down")
     owned_first = np.cumsum(owned) - owned
-    for p, name in enumerate([*LAYER_KINDS] * layers + ["lm"]):
+    for p, (name, tiles) in enumerate(phases):
         g = c.gemm(name)
-        if name in ("o", "down"):
+        if g.owned:
             first, n = owned_first[team], owned[team]
             if g.split == 1:
                 first, n = first + rank, (n - rank + c.team - 1) // c.team
         else:
-            n = np.full(c.ctas, g.tiles // c.ctas)
-            n[np.argsort(load, kind="stable")[: g.tiles % c.ctas]] += 1
+            n = np.full(c.ctas, tiles // c.ctas)
+            n[np.argsort(load, kind="stable")[: tiles % c.ctas]] += 1
             first = np.cumsum(n) - n
         plan[:, p, 0], plan[:, p, 1] = first, n
         plan[:, p, 2] = n * g.copies_per_unit
@@ -76,6 +102,13 @@ def make_plan(c: Config, layers: int) -> np.ndarray:
 
 def step_bytes(c: Config, layers: int | None = None) -> int:
     """bf16 weight bytes that a step must read."""
-    layers = c.shape.layers if layers is None else layers
-    per_layer = sum(c.gemm(k).cols * c.gemm(k).k * 2 for k in LAYER_KINDS)
-    return layers * per_layer + c.gemm("lm").cols * c.gemm("lm").k * 2
+    return _bytes(c, target_phases(c, c.shape.layers if layers is None else layers))
+
+
+def draft_bytes(c: Config, draft: DraftShape) -> int:
+    """bf16 weight bytes that the drafter reads a step, its head included."""
+    return _bytes(c, draft_phases(c, draft))
+
+
+def _bytes(c: Config, phases: list[tuple[str, int]]) -> int:
+    return sum(tiles * TILE * c.gemm(name).k * 2 for name, tiles in phases)

@@ -57,8 +57,10 @@ def _print(report: dict[str, Any]) -> None:
             ("first token, ms", "ttft_ms", ".0f"), ("step, us", "step_us", ".0f")]  # fmt: skip
     for title, key, form in rows:
         table.add_row(title, *(format(report[side][key], form) for side in sides))
+    if report[sides[0]]["rows"]:
+        table.add_row("rows a step", *(f"{report[side]['rows']:.1f}" for side in sides))
     for stage in report[sides[0]]["stages"]:
-        table.add_row(f"  {stage}", *(f"{report[side]['stages'][stage]:.0f}" for side in sides))
+        table.add_row(f"  {stage}", *(f"{report[side]['stages'][stage]:.1f}" for side in sides))
     if not report[sides[0]]["stages"]:
         console.print("this device keeps no trace: a step by stage is not known")
     for title, of in (

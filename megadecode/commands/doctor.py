@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from megadecode.commands._common import Json, print_json
 
@@ -19,12 +18,14 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         print_json([asdict(check) for check in found])
     else:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("", "what", "found", "to do"):
-            table.add_column(heading, overflow="fold")
+        # Lines as long as they come: a path that is cut into pieces cannot be copied.
+        console, width = Console(highlight=False), max(len(check.what) for check in found)
         for check in found:
-            table.add_row("ok" if check.ok else "--", check.what, check.found, check.advice)
-        Console().print(table)
+            line = f"{'ok' if check.ok else '--'}  {check.what:{width}}  {check.found}"
+            console.print(line, soft_wrap=True, markup=False)
+            if check.advice:
+                advice = f"    {'':{width}}  {check.advice}"
+                console.print(advice, soft_wrap=True, markup=False, style="bold")
     if not all(check.ok for check in found if check.needed):
         raise typer.Exit(1)
 

@@ -37,13 +37,16 @@ def find_drafter(target: Weights) -> Drafter | None:
 
 
 def choose_drafter(draft: str | os.PathLike[str] | Drafter, target: Weights) -> Drafter | None:
-    """`off`: none; `auto`: one that fits, if there is; a path or a drafter: that one, checked
-    against the target. Raises ModelError for one that does not fit."""
+    """`off`: none; `auto`: one that fits, if there is; `random`: a preset's own; a path or a
+    drafter: that one, checked against the target. Raises ModelError for one that does not fit."""
     if isinstance(draft, Drafter):
         draft.check_target(target)
         return draft
     if draft == "off":
         return None
+    make = getattr(target, "drafter", None)
+    if draft == "random" and callable(make):
+        return make()
     if draft == "auto":
-        return find_drafter(target)
+        return None if callable(make) else find_drafter(target)
     return load_drafter(draft, target)

@@ -10,7 +10,7 @@ from tests.gpu.attention_kernels import ATTENTION
 # a head of 64 and a head of 128 with norms; the others only differ in numbers
 FAST = ("attention-smollm2-135m", "attention-qwen3-8b")
 SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ATTENTION if n not in FAST]
-SPILL = {64: 0, 128: 24}  # bytes, by head_dim: weights of norms and addresses, outside of loops
+SPILL = {64: 32, 128: 64}  # bytes, by head_dim: weights of norms and addresses, outside of loops
 
 
 @pytest.mark.parametrize("name", [*FAST, *SLOW])

@@ -57,14 +57,14 @@ def test_paths_follow_parents():
 def test_tail_start():
     assert [kv_layout.tail_start(p) for p in (0, 15, 78, 79, 1039)] == [0, 0, 0, 64, 1024]
     longest = max(p - kv_layout.tail_start(p) + 1 for p in range(2000))
-    assert longest == 79 <= attention_plan.TAIL_KEYS
+    assert longest == 79 <= attention_plan.TAIL_GROUPS * 32
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_presets_have_room_for_attention(name):
     c = product(name)
     a = AttentionSmem.of(c)
-    offsets = [a.new, a.rope, a.tails, a.stats, a.keys, a.places, a.step, a.bytes]
+    offsets = [a.new, a.rope, a.queries, a.tails, a.stats, a.places, a.step, a.bytes]
     assert offsets == sorted(set(offsets)) and all(v % 16 == 0 for v in offsets)
     assert a.new == 0  # rows of K and V lie at multiples of their length: their addresses are xored
     assert c.smem_plan()["partial sums"] >= attention_plan.exchange_bytes(c)

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from cute_kernels.gpu import pack
-from cute_kernels.gpu.config import KINDS, LLAMA_1B, SHAPES, product
-from cute_kernels.gpu.tiles import Buffers, make_plan, step_bytes, tile_stride
+from cute_kernels.gpu.config import KINDS, LLAMA_1B, SHAPES, TILE, DraftShape, product
+from cute_kernels.gpu.tiles import (
+    Buffers,
+    draft_bytes,
+    draft_phases,
+    make_plan,
+    step_bytes,
+    target_phases,
+    tile_stride,
+)
 
 NAMES = ["llama-3.2-1b", "smollm2-135m", "odd-960", "odd-768"]
 
@@ -38,6 +46,41 @@ def test_every_tile_has_one_owner(name):
                 tiles = tiles[np.arange(n) % g.split == cta % c.team]
             owned += tiles.tolist()
         assert sorted(owned) == list(range(g.tiles)), kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("columns", [0, 16384])
+def test_the_drafters_phases_follow_the_targets(name, columns):
+    """Numbers, owners and streams of fc by taps, ckv, the layers and the head."""
+    c, draft = product(name), DraftShape(layers=3, taps=5, columns=columns)
+    plan, target = make_plan(c, 2, draft), make_plan(c, 2)
+    phases = target_phases(c, 2) + draft_phases(c, draft)
+    assert plan.shape[1] == len(phases) == 9 + 5 + 1 + 12 + 1 == 9 + draft.phases
+    assert np.array_equal(plan[:, :9], target)
+    for p in range(9, len(phases)):
+        kind, tiles = phases[p]
+        g = c.gemm(kind)
+        owned = [
+            first + np.arange(n) * tile_stride(c, kind) for first, n in plan[:, p, :2].tolist()
+        ]
+        if g.split > 1:
+            owned = [t[np.arange(len(t)) % c.team == i % c.team] for i, t in enumerate(owned)]
+        assert sorted(np.concatenate(owned)) == list(range(tiles)), (p, kind)
+        if kind == "fc":  # columns whose sums the CTA keeps
+            assert np.array_equal(plan[:, p, :2], plan[:, 1, :2])
+    assert phases[9 + 5] == ("ckv", 3 * c.gemm("ckv").tiles)
+    index, offsets = pack.draft_stream_index(c, draft)
+    assert np.array_equal(np.sort(index), np.arange(len(index)))
+    own = plan[:, 9:] if columns else plan[:, 9:-1]
+    assert offsets.shape == own.shape[:2]
+    ends = offsets + own[..., 2].astype(np.int64) * own[..., 3]
+    assert np.array_equal(ends.ravel()[:-1], offsets.ravel()[1:])
+    head = 0 if columns else c.gemm("lm").unit_bytes * c.gemm("lm").tiles
+    assert len(index) * pack.granule(c) == draft_bytes(c, draft) - head
+    if columns:
+        assert phases[-1] == ("lm", columns // TILE)
+    else:
+        assert np.array_equal(plan[:, -1], plan[:, 8])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -63,8 +63,8 @@ def test_groups_fit_the_ring(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_buffers_do_not_overlap(name):
     b = PromptBuffers.of(PRESETS[name])
-    at = [b.x, b.q, b.a, b.h, b.residual, b.parts]
-    assert at == sorted(set(at)) and b.bytes >= at[-1]
+    at = [b.x, b.q, b.a, b.h, b.residual, b.parts, b.tree]
+    assert at == sorted(at) and len(set(at[:-1])) == len(at) - 1 and b.bytes > at[-1]
     assert all(v % 16 == 0 for v in at)
 
 

@@ -9,14 +9,15 @@ from unittest import mock
 from megadecode.cli import main
 
 
-def command(*words, input=""):
-    """Return code and what was written, as of a process with a pipe for its standard input."""
+def command(*words, input="", columns=160):
+    """Return code and what was written, as of a process with a pipe for its standard input, on a
+    terminal that is `columns` wide."""
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with (
         mock.patch.object(sys, "argv", ["megadecode", *words]),
         mock.patch.object(sys, "stdin", io.StringIO(input)),
-        mock.patch.dict("os.environ", {"COLUMNS": "160", "NO_COLOR": "1"}),
+        mock.patch.dict("os.environ", {"COLUMNS": str(columns), "NO_COLOR": "1"}),
         redirect_stdout(out),
         redirect_stderr(err),
     ):

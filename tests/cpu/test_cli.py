@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from command_line import command
 from engine_checks import CHILD
 
 import megadecode
-from megadecode import ParameterError, PromptError, Request
+from megadecode import ParameterError, PromptError, Request, doctor
 from megadecode.cli import app
 from megadecode.commands import _common
 from megadecode.doctor import checks
@@ -178,6 +179,27 @@ def test_doctor_on_an_empty_home_says_what_to_do(tmp_path, monkeypatch):
         assert not found[what].ok
         assert found[what].advice
     assert not (tmp_path / "nothing here").exists(), "the doctor changes nothing"
+
+
+def test_doctor_keeps_paths_whole_and_advises_where_no_driver_is(tmp_path, monkeypatch):
+    """A path that the terminal's width cuts into pieces cannot be copied."""
+    home = tmp_path / "a-long-folder-name" / ("x" * 90)
+    home.mkdir(parents=True)
+    monkeypatch.setenv("MEGADECODE_HOME", str(home))
+    done = command("doctor", columns=60)
+    assert f"{home}: empty" in done.stdout
+    monkeypatch.setattr("megadecode.doctor._has", lambda module: True)
+    for raised, says in (
+        (ImportError("libcuda.so.1"), "there is no NVIDIA driver"),
+        (doctor._Refused("the driver says CUDA_ERROR_NO_DEVICE"), "the driver says CUDA_ERROR_NO"),
+    ):
+        monkeypatch.setattr("megadecode.doctor._gpu_names", Mock(side_effect=raised))
+        gpu = {check.what: check for check in checks()}["CUDA device"]
+        assert not gpu.ok and says in gpu.found
+        assert gpu.advice.startswith("install NVIDIA's driver")
+    monkeypatch.setattr("megadecode.doctor._gpu_names", list)
+    gpu = {check.what: check for check in checks()}["CUDA device"]
+    assert gpu.found == "the driver shows no GPU" and "CUDA_VISIBLE_DEVICES" in gpu.advice
 
 
 def test_doctor_names_the_drafters_there_are(tmp_path, monkeypatch):

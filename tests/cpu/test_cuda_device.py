@@ -5,12 +5,17 @@ import hashlib
 import json
 import os
 import re
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from cute_kernels.gpu import build
-from cute_kernels.gpu.config import SHAPES
+from cute_kernels.gpu.config import SHAPES, DraftShape
+from cute_kernels.gpu.rank_plan import RANKED_BYTES, SCRIPT_HEAD, unpack_candidates
+from cute_kernels.gpu.service_block import Own, make_block, wire_constants
+from host.wire import Word, make_wire
 from megadecode import (
     DeviceUnavailable,
     Engine,
@@ -19,7 +24,8 @@ from megadecode import (
     PromptError,
     cuda_kernel,
 )
-from megadecode.cuda_device import _free_bytes, operation_names
+from megadecode.acceptance import propose
+from megadecode.cuda_device import CudaParts, _free_bytes, operation_names
 from megadecode.device import Settings, prepare
 from megadecode.presets import NAMES, Preset, preset_config
 from megadecode.prompt import encode
@@ -42,6 +48,11 @@ H200 = cuda_kernel.Gpu("NVIDIA H200", "sm_90a", 132)
     [
         ({"slots": 4}, {}, "slots is 4; device 'cuda' decodes one request at a time"),
         ({"weights": "fp32"}, {}, "weights is 'fp32'; device 'cuda' keeps them as bf16"),
+        (
+            {"budget": 128},
+            {},
+            "budget is 128; device 'cuda' verifies at most 127 nodes a step, 128",
+        ),
         ({"chunk_rows": 128}, {}, "chunk_rows is 128; device 'cuda' takes 256"),
         ({}, {"kernels": "/no/such"}, "kernels is '/no/such'; there is no such folder"),
         ({}, {"workers": 3}, "unknown engine option 'workers'"),
@@ -152,8 +163,61 @@ def test_presets_are_token_ids_in_and_out():
 
 def test_phases_have_names_for_hang_reports():
     names = operation_names(2)
-    assert len(names) == 9
-    assert names[4] == "qkv[1]" and names[-1] == "head"
+    assert names[4] == "qkv[1]" and names[8] == "head"
+    assert names[9:] == ["decide", "rank", "tree", "compaction"]
+    draft = DraftShape(layers=2, taps=3)
+    drafting = operation_names(2, draft)
+    assert len(drafting) == 9 + draft.phases + 4
+    assert drafting[9] == "fc of the drafter, tap 0" and drafting[-5] == "head of the drafter"
+    assert drafting[13] == "qkv[0] of the drafter"
+
+
+def test_a_script_of_candidates_and_a_policy_are_for_measuring():
+    """Written into the arrays that the kernel reads; what has no room is refused."""
+    torch = pytest.importorskip("torch")
+    wire = make_wire(slots=1, workers=1, ctx=64, max_inflight=2)
+    constants = wire_constants(
+        wire, lambda a: a.ctypes.data, ctx=64, pages=5, park_after_ns=-1, tokens=0
+    )
+    memory = {
+        "SERVICE": torch.from_numpy(make_block(constants)),
+        "DRAFT_SCRIPT": torch.zeros(SCRIPT_HEAD + 9 * RANKED_BYTES, dtype=torch.uint8),
+    }
+    parts = CudaParts(SimpleNamespace(wire=wire), None, None, memory, 64, 7)
+    with mock.patch.object(torch.cuda, "synchronize"):
+        parts.set_policy(63, chain=True)
+        block = memory["SERVICE"]
+        assert [int(block[w]) for w in (Own.BUDGET, Own.CHAIN, Own.DRAFTED)] == [63, 1, 7]
+        parts.set_policy(0)
+        assert [int(block[w]) for w in (Own.BUDGET, Own.CHAIN, Own.DRAFTED)] == [0, 0, 0]
+        with pytest.raises(ParameterError, match="budget is 64; at most 63 fit here"):
+            parts.set_policy(64)
+        said = propose([7, 8, 9], 6, vocab=50, acceptance=1.0, width=5)
+        parts.play(said)
+        ids, logprobs, widths = unpack_candidates(memory["DRAFT_SCRIPT"][SCRIPT_HEAD:].numpy())
+        assert widths.tolist() == [0] * 6 + [5] * 3
+        assert ids[6:, 0].tolist() == [7, 8, 9]
+        assert np.array_equal(logprobs[:, :5], said.logprobs)
+        with pytest.raises(ParameterError, match="the script has 10 positions"):
+            parts.play(propose([7, 8, 9], 7, vocab=50, width=5))
+    assert parts.acceptance == "scripted"
+    assert parts.split().steps == 0 and parts.split().us() == {}
+    wire.control[Word.SPLIT_STEPS : Word.SPLIT_TOTAL + 1] = (
+        4,
+        3,
+        60,
+        10,
+        8e3,
+        4e3,
+        2e3,
+        4e4,
+        1e3,
+        6e4,
+    )
+    split = parts.split()
+    assert (split.tau, split.rows_per_step, split.step_us) == (2.5, 15, 15)
+    assert split.us() == {"draft": 1, "tree": 0.5, "verify": 10, "decide": 0.25, "compact": 2}
+    assert (split - split).steps == 0
 
 
 def test_memory_of_a_closed_engine_counts_as_free(monkeypatch):

@@ -46,7 +46,7 @@ class Case:
     def __init__(self, kernel: Kernel, c: Config, committed: int, parents: list[int], seed: int,
                  layers: int = 2) -> None:  # fmt: skip
         s = self.shape = c.shape
-        self.kernel, self.c, self.layers = kernel, c, layers
+        self.kernel, self.c, self.layers, self.normed = kernel, c, layers, s.qk_norm
         self.gen = torch.Generator("cuda").manual_seed(seed)
         size = (layers, s.kv_heads, committed, s.head_dim)
         self.keys, self.values = self._randn(*size), self._randn(*size)
@@ -76,6 +76,10 @@ class Case:
         self.committed, self.parents = committed, parents
         self.depth, self.path = kv_layout.paths(parents)
         self.positions = committed + self.depth
+        factors = np.full((int(self.positions.max()) + 2, len(self.angles), 2), NAN, np.float32)
+        for p in set(self.positions.tolist()):
+            factors[p] = np.stack([np.cos(p * self.angles), np.sin(p * self.angles)], -1)
+        self.rope = torch.from_numpy(factors).cuda()
 
     # -- the kernel
     def _act(self) -> torch.Tensor:
@@ -99,18 +103,18 @@ class Case:
         words[Desc.PATH : Desc.PATH + 2 * n] = self.path.ravel()
         return torch.from_numpy(words.view(np.int32)).cuda()
 
+    def _entries(self) -> dict[Arg, torch.Tensor]:
+        """What the table points at."""
+        return {
+            Arg.ACT: self.act, Arg.BOARD: self.board, Arg.PAGE_TABLE: self.pages,
+            Arg.KV_POOL: self.pool, Arg.ROPE: self.rope, Arg.QK_NORM: self.weights,
+        }  # fmt: skip
+
     def prepare(self) -> None:
         """Upload everything for `launch`."""
-        last = int(self.positions.max())
-        factors = np.full((last + 2, len(self.angles), 2), NAN, np.float32)
-        for p in set(self.positions.tolist()):
-            factors[p] = np.stack([np.cos(p * self.angles), np.sin(p * self.angles)], -1)
-        self.rope = torch.from_numpy(factors).cuda()
         self.act, self.board = self._act(), self._descriptor()
         table = torch.zeros(arguments.COUNT, dtype=torch.int64)
-        for name, x in ((Arg.ACT, self.act), (Arg.BOARD, self.board), (Arg.KV_POOL, self.pool),
-                        (Arg.PAGE_TABLE, self.pages), (Arg.ROPE, self.rope),
-                        (Arg.QK_NORM, self.weights)):  # fmt: skip
+        for name, x in self._entries().items():
             table[name] = x.data_ptr()
         if self.c.timing:
             self.stamps = torch.zeros(self.c.ctas, 2, 10, dtype=torch.int64, device="cuda")
@@ -147,7 +151,7 @@ class Case:
 
         def ready(x, weight):
             x = x.reshape(n, -1, d).float()
-            if s.qk_norm:
+            if self.normed:
                 x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + s.rms_eps) * weight
             lo, hi = x.chunk(2, -1)
             cos, sin = factors[..., 0], factors[..., 1]
@@ -157,7 +161,8 @@ class Case:
         norms = self.weights[layer]
         return ready(q, norms[0]), ready(k, norms[1]), v.reshape(n, -1, d)
 
-    def mask(self) -> torch.Tensor:
+    def mask(self, layer: int) -> torch.Tensor:
+        """bool [rows, committed + rows]: which keys a row sees."""
         n = len(self.parents)
         seen = torch.zeros(n, n, dtype=torch.bool)
         for i, parent in enumerate(self.parents):
@@ -177,7 +182,7 @@ class Case:
         for h in range(self.shape.kv_heads):
             mine = q[:, h * group : (h + 1) * group].transpose(0, 1).to(dtype)
             scores = mine @ keys[h].T / math.sqrt(self.shape.head_dim)
-            weights = scores.masked_fill(~self.mask(), float("-inf")).softmax(-1)
+            weights = scores.masked_fill(~self.mask(layer), float("-inf")).softmax(-1)
             out.append(weights @ values[h].to(dtype))
         n = len(self.parents)
         return torch.cat(out).transpose(0, 1).reshape(n, -1).float()

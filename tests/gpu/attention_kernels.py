@@ -1,12 +1,14 @@
-"""Attention kernels:  python -m tests.gpu.attention_kernels DIR   builds them on any machine.
+"""Attention kernels:  python -m tests.gpu.attention_kernels DIR [name ...]   builds them anywhere.
 
-Every preset, and what no preset has: one warp a query head, several rows merged by one CTA.
+Every preset, and what no preset has: one warp a query head, several rows merged by one CTA. Each in
+two forms, the target's ("attention-...") and the drafter's ("draft-..."); some again for figures.
 """
 
 import dataclasses
 import json
 import pathlib
 import sys
+from functools import partial
 
 from cute_kernels.gpu.config import LLAMA_1B, QWEN3_8B, SHAPES, Config, Shape, product
 
@@ -25,20 +27,32 @@ ATTENTION: dict[str, Config] = {f"attention-{n}": _config(n) for n in SHAPES} | 
     "attention-splits4": _config(LLAMA_1B, splits=4),
     "attention-wide-splits8": _config(QWEN3_8B, splits=8),
 }
+DRAFT = {n.replace("attention", "draft", 1): c for n, c in ATTENTION.items()}
+FIGURES = ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b")
 TIMED = {
-    f"{n}-t": dataclasses.replace(ATTENTION[n], timing=True)
-    for n in ("attention-smollm2-135m", "attention-llama-3.2-1b", "attention-llama-3.1-8b")
+    f"attention-{n}-t": dataclasses.replace(ATTENTION[f"attention-{n}"], timing=True)
+    for n in FIGURES
 }
+# copies of KV in flight: the product's are those of ring.py for weights; and with a deeper queue
+FLIGHTS = {"4-8": dict(inflight=4, hungry=8), "8-9": dict(inflight=8, hungry=9)}
+DEEPER = {
+    f"attention-{n}-{name}": dataclasses.replace(ATTENTION[f"attention-{n}"], **fields)
+    for n in FIGURES
+    for name, fields in FLIGHTS.items()
+}
+ALL = ATTENTION | DRAFT | TIMED | DEEPER
 
 
-def main(folder: pathlib.Path) -> None:
+def main(folder: pathlib.Path, names: list[str]) -> None:
     from cute_kernels.gpu import build
     from cute_kernels.gpu.attention_kernel import make_attention
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name, c in (ATTENTION | TIMED).items():
-        what = f"attention {sorted(dataclasses.asdict(c).items())}"
-        a = build.build(what, lambda c=c: make_attention(c), c.arch, folder.parent / "cache")
+    for name in names or ALL:
+        c, form = ALL[name], "draft_attention" if name in DRAFT else "attention"
+        what = f"{form} {sorted(dataclasses.asdict(c).items())}"
+        make = partial(make_attention, c, form)
+        a = build.build(what, make, c.arch, folder.parent / "cache")
         (folder / f"{name}.cubin").write_bytes(a.cubin)
         (folder / f"{name}.json").write_text(json.dumps(a.manifest))
         m = a.manifest
@@ -46,4 +60,4 @@ def main(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), sys.argv[2:])

@@ -23,3 +23,12 @@ def load():
         return Kernel.read(pathlib.Path(folder) / name)
 
     return read
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What the tests have measured, last."""
+    from tests.gpu import table
+
+    for line in table.lines():
+        terminalreporter.write_line(line)
+    table.write()

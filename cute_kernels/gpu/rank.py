@@ -1,0 +1,126 @@
+"""A drafted position's candidates, from its row of the drafter's logits: layout in rank_plan.py.
+
+CTA r takes row r. Its warp 0 waits for what all CTAs say about the row (head.py): the largest
+logit and the sum, hence logsumexp over all columns in fp32, and whether a NaN or +inf is among
+them. The words go back to EMPTY before anything else of this CTA is published. Then all consumer
+warps find the first candidates (topk.py): as many as the tree may have nodes, since no node's rank
+exceeds the number of nodes. Columns ascend in token id, so equal logits are in the order of ids.
+
+With a script (Arg.DRAFT_SCRIPT) the row's candidates come from there, by the absolute position that
+the row predicts: for measuring and for tests. The drafter's logits are then not looked at.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_kernels.gpu import head, sync
+from cute_kernels.gpu.arguments import Arg
+from cute_kernels.gpu.board import Board, Desc
+from cute_kernels.gpu.core import arg, desc_word, note_phase
+from cute_kernels.gpu.rank_plan import (
+    IDS,
+    LOGPROBS,
+    MOST,
+    RANKED_BYTES,
+    SCRIPT_HEAD,
+    SORTED,
+    WORDS,
+)
+from cute_kernels.gpu.sync import ptx_read
+from cute_kernels.gpu.topk import top_k
+
+TOTAL, WRONG = WORDS + 24, WORDS + 28  # logsumexp of the row; 1 where it has none
+
+
+@cute.jit
+def take_results(k: cutlass.Constexpr, row: Int32):
+    """Warp 0: wait for the row's results, set them back to EMPTY, leave TOTAL and WRONG."""
+    words, tries, since = head.result_words(k), Int32(0), Int64(0)
+    while sync.any_lane_empty(head.ask_results(k, words, row)) != 0:
+        tries, since = sync.overdue(tries, since)
+    logit, _, log_sum, flags = head.merge_results(k, words)
+    cta = k.lane
+    while cta < k.c.ctas:
+        sync.st_words(head.result_address(k, row, cta), [Uint32(sync.EMPTY)] * 4)
+        cta = cta + 32
+    sync.fence_gpu()
+    if k.lane == 0:
+        sync.sts(k.attention + TOTAL, logit + log_sum)
+        sync.sts_int(k.attention + WRONG, flags)
+
+
+@cute.jit
+def publish(k: cutlass.Constexpr, to: Int64, n: Int32, token: Uint32, logprob: Uint32):
+    """A candidate a thread, and how many they are."""
+    if k.tid < n:
+        sync.st_word(to + Int64(k.tid * 4 + IDS), token)
+        sync.st_word(to + Int64(k.tid * 4 + LOGPROBS), logprob)
+    if k.tid == 0:
+        sync.st_word(to, Uint32(n))
+
+
+@cute.jit
+def follow_script(k: cutlass.Constexpr, script: Int64, position: Int32, want: Int32):
+    """(candidates, this thread's token, its log-probability) of an absolute position."""
+    n, token, logprob = Int32(0), Uint32(0), Uint32(0)
+    if position < Int32(sync.ld_word(script)):
+        at = script + Int64(position) * RANKED_BYTES + SCRIPT_HEAD
+        n = cutlass.min(Int32(sync.ld_word(at)), want)
+        if k.tid < n:
+            token = sync.ld_word(at + Int64(k.tid * 4 + IDS))
+            logprob = sync.ld_word(at + Int64(k.tid * 4 + LOGPROBS))
+    return n, token, logprob
+
+
+@cute.jit
+def rank_logits(k: cutlass.Constexpr, row: Int32, want: Int32):
+    """The same from the drafter's logits."""
+    n, token, logprob = Int32(0), Uint32(0), Uint32(0)
+    total, wrong = sync.lds(k.attention + TOTAL), sync.lds_int(k.attention + WRONG)
+    if (wrong == 0) & (want > 0):
+        logits = arg(k, Arg.DRAFT_LOGITS) + Int64(row) * (k.c.draft_stride * 4)
+        n = top_k(k, logits, Int32(arg(k, Arg.DRAFT_COLUMNS)), want)
+        if k.tid < n:
+            logit, column = sync.lds_pair(k.attention + SORTED + k.tid * 8)
+            logprob, token = sync.as_bits(logit - total), sync.as_bits(column)
+            tokens = arg(k, Arg.DRAFT_TOKENS)
+            if tokens != 0:
+                at = tokens + Int64(token) * 4
+                token = ptx_read("ld.global.nc.b32 {$w0}, [{$r0}];", [Uint32], at)
+    return n, token, logprob
+
+
+@cute.jit
+def rank_row(k: cutlass.Constexpr, row: Int32):
+    threads, place = k.c.warps * 32, row - desc_word(k, Desc.FIRST_DRAFTED)
+    if k.wid == 0:
+        take_results(k, row)
+    sync.consumer_sync(threads)
+    if place >= 0:
+        want = cutlass.min(desc_word(k, Desc.BUDGET), Int32(MOST))
+        if desc_word(k, Desc.CHAIN) != 0:
+            want = cutlass.min(want, Int32(1))
+        want, script = cutlass.max(want, Int32(0)), arg(k, Arg.DRAFT_SCRIPT)
+        n, token, logprob = Int32(0), Uint32(0), Uint32(0)
+        if script != 0:
+            position = desc_word(k, Desc.POSITION) + 1 + place
+            n, token, logprob = follow_script(k, script, position, want)
+        else:
+            n, token, logprob = rank_logits(k, row, want)
+        publish(k, arg(k, Arg.RANKED) + Int64(place) * RANKED_BYTES, n, token, logprob)
+        sync.consumer_sync(threads)
+        if k.tid == 0:
+            tag = k.board + Int64((place + int(Board.RANK_TAG)) * 4)
+            sync.st_release(tag, desc_word(k, Desc.TAG))
+
+
+@cute.jit
+def rank_rows(k: cutlass.Constexpr):
+    """Consumer warps of all CTAs, behind `head.publish_results` of a DRAFT step. Uses attention's
+    part of shared memory, which is free when it returns."""
+    note_phase(k, k.phases + 2)
+    rows, row = desc_word(k, Desc.ROWS), k.bid
+    while row < rows:
+        rank_row(k, row)
+        row = row + k.c.ctas

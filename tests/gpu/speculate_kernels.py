@@ -1,0 +1,32 @@
+"""Ranks, tree, compaction:  python -m tests.gpu.speculate_kernels DIR [arch]   builds anywhere."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from functools import partial
+
+from cute_kernels.gpu.config import SHAPES, product
+
+PARTS = ("compact", "rank", "tree", "both")
+MODELS = tuple(SHAPES)
+
+
+def main(folder: pathlib.Path, arch: str = "sm_90a") -> None:
+    from cute_kernels.gpu import build
+    from cute_kernels.gpu.speculate_kernel import make_speculate
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in MODELS:
+        c = product(model, arch)
+        for part in PARTS:
+            what = f"{part} {sorted(dataclasses.asdict(c).items())}"
+            a = build.build(what, partial(make_speculate, c, part), arch, folder.parent / "cache")
+            name = f"{part}-{model}"
+            (folder / f"{name}.cubin").write_bytes(a.cubin)
+            (folder / f"{name}.json").write_text(json.dumps(a.manifest))
+            print(f"{name}: {a.manifest['reg']} registers, {a.manifest['stack']} B of stack")
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])
