@@ -147,8 +147,6 @@ class Engine(AbstractContextManager["Engine"]):
             model = path_or_name("model", model)
         start = prepare(device, settings, device_options)
         loaded, self.tokenizer = _load(model, device)
-        if draft == "auto" and device == "cuda":
-            draft = "off"  # plain decoding is all it does yet; a drafter asked for is refused
         self.config = loaded.config.for_context(self.ctx)
         self.drafter = choose_drafter(draft, loaded) if budget != 0 else None
         if self.drafter is None and draft != "off" and budget != 0:

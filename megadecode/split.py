@@ -70,3 +70,10 @@ class StepSplit:
     def rows_per_step(self) -> float:
         """Rows verified a step, the root counted."""
         return self.rows / self.steps if self.steps else 0.0
+
+    def table(self) -> str:
+        """The split as aligned text, one line a part."""
+        parts = self.us()
+        lines = [f"{self.steps} steps of {self.step_us:.1f} us, {self.rows_per_step:.1f} rows each"]
+        lines += [f"{name:9s} {us:9.1f} us {us / self.step_us:6.1%}" for name, us in parts.items()]
+        return "\n".join(lines)

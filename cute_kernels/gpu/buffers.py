@@ -8,9 +8,8 @@ from cute_kernels.gpu.board import FEW_ROWS, MAX_ROWS, ROW_WORDS
 from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, COPIES, Config, DraftShape
 from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES, PromptBuffers
 from cute_kernels.gpu.rank_plan import RANKED_BYTES
+from cute_kernels.gpu.sampling_block import MAX_LOGPROBS, SAMPLING
 from cute_kernels.gpu.tiles import Buffers
-
-ALTERNATIVES = 20  # of a token, at most: host.wire.MAX_ALTERNATIVES
 
 
 def step_buffers(c: Config) -> dict[str, int]:
@@ -19,7 +18,9 @@ def step_buffers(c: Config) -> dict[str, int]:
         "ACT": COPIES * Buffers.of(c).bytes,
         "LOGITS": MAX_ROWS * c.logit_stride * 4,
         "PROMPT_ACT": PromptBuffers.of(c).bytes,
-        "ALTERNATIVES": MAX_ROWS * ALTERNATIVES * 8,
+        "ALTERNATIVES": MAX_ROWS * MAX_LOGPROBS * 8,
+        "SAMPLING": SAMPLING.itemsize,
+        "ROW_TABLE": MAX_ROWS * ROW_WORDS * 4,  # without a drafter it is looked at, and not used
     }
 
 
@@ -32,5 +33,4 @@ def draft_buffers(c: Config, draft: DraftShape) -> dict[str, int]:
         "CONTEXT_KV": -(-columns // CHUNK) * COLUMNS_BYTES,
         "DRAFT_LOGITS": FEW_ROWS * c.draft_stride * 4,
         "RANKED": FEW_ROWS * RANKED_BYTES,
-        "ROW_TABLE": MAX_ROWS * ROW_WORDS * 4,
     }

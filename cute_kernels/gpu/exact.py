@@ -158,20 +158,18 @@ def mass_limit(top_p, total):
 # -- noise ---------------------------------------------------------------------------------------
 def _philox_text():
     lines = [
-        "{ .reg .b32 a, b, c, d, h, k, l; mov.b32 a, {$r0}; mov.b32 b, {$r1}; ",
-        "mov.b32 c, 0; mov.b32 d, 0; mov.b32 k, {$r2}; mov.b32 l, {$r3}; ",
+        "{ .reg .b32 a, b, c, d, h; mov.b32 a, {$r0}; mov.b32 b, {$r1}; ",
+        "mov.b32 c, 0; mov.b32 d, 0; ",
     ]
     m0, m1 = (f"0x{m:08x}" for m in _MULTIPLIERS)
-    s0, s1 = (f"0x{s:08x}" for s in _KEY_STEPS)
     for i in range(_ROUNDS):
+        k, m = (f"{{$r{2 + 2 * i + j}}}" for j in range(2))
         # (a, b, c, d) <- (hi(c m1) ^ b ^ k, lo(c m1), hi(a m0) ^ d ^ l, lo(a m0))
         lines.append(
-            f"mul.hi.u32 h, c, {m1}; xor.b32 b, b, h; xor.b32 b, b, k; mul.lo.u32 c, c, {m1}; "
-            f"mul.hi.u32 h, a, {m0}; xor.b32 d, d, h; xor.b32 d, d, l; mul.lo.u32 h, a, {m0}; "
+            f"mul.hi.u32 h, c, {m1}; xor.b32 b, b, h; xor.b32 b, b, {k}; mul.lo.u32 c, c, {m1}; "
+            f"mul.hi.u32 h, a, {m0}; xor.b32 d, d, h; xor.b32 d, d, {m}; mul.lo.u32 h, a, {m0}; "
             "mov.b32 a, b; mov.b32 b, c; mov.b32 c, d; mov.b32 d, h; "
         )
-        if i + 1 < _ROUNDS:
-            lines.append(f"add.u32 k, k, {s0}; add.u32 l, l, {s1}; ")
     lines.append("mov.b32 {$w0}, a; mov.b32 {$w1}, b; mov.b32 {$w2}, c; mov.b32 {$w3}, d; }")
     return "".join(lines)
 
@@ -179,7 +177,13 @@ def _philox_text():
 _PHILOX_TEXT = _philox_text()
 
 
-def numbers(block, position, key):
-    """The 32-bit numbers of tokens 4 block .. 4 block + 3; key: two words of the seed."""
-    args = (Uint32(block), Uint32(position), *key)
+def round_keys(low, high):
+    """The keys of all rounds, of a seed's two words: made once, outside of loops."""
+    steps = [[s * i & 0xFFFFFFFF for s in _KEY_STEPS] for i in range(_ROUNDS)]
+    return [word + Uint32(step) for pair in steps for word, step in zip((low, high), pair)]
+
+
+def numbers(block, position, keys):
+    """The 32-bit numbers of tokens 4 block .. 4 block + 3; keys: `round_keys` of the seed."""
+    args = (Uint32(block), Uint32(position), *keys)
     return ptx_read(_PHILOX_TEXT, [Uint32] * 4, *args)

@@ -48,15 +48,32 @@ def one_of(four, i):
     return sync.select((i & 2) != 0, high, low)
 
 
-def first_reach(k, position, key):
+def first_reach(k, position, keys):
     """Of the likeliest token: its E 2^32, or somewhat more."""
     top = word(k, W.TOP)
-    coin = one_of(exact.numbers(top >> 2, position, key), top & 3)
+    coin = one_of(exact.numbers(top >> 2, position, keys), top & 3)
     left = (NUMBERS - Float32(coin)) * (1.0 / NUMBERS)
     # 1 - w comes out as 0 at worst, where E is 22.9
     left = sync.maximum([left, Float32(2.0**-33)])
     e = -LN_2 * cute.math.log2(left, fastmath=True)
     return (e * (1.0 + SLACK) + 1e-6) * NUMBERS
+
+
+def hopeless_below(largest, temperature, cut, reach):
+    """Tokens below this cannot be in reach with any number (p reach < 1/2), or are not left."""
+    room = LN_2 * (cute.math.log2(reach, fastmath=True) + 1.0)
+    rounding = sync.maximum([largest, -largest]) * 2.0**-22
+    down = temperature * (room * (1.0 + SLACK) + SLACK) + rounding
+    return sync.maximum([cut, largest - down])
+
+
+def mark_if(coin, limit, hits, bit):
+    """hits with that bit set where coin < limit."""
+    return ptx_read(
+        "{ .reg .pred q; .reg .f32 c; cvt.rn.f32.u32 c, {$r0}; setp.lt.f32 q, c, {$r1};"
+        f" mov.b32 {{$w0}}, {{$r2}}; @q or.b32 {{$w0}}, {{$w0}}, {1 << bit}; }}",
+        [Int32], coin, limit, hits,
+    )  # fmt: skip
 
 
 @cute.jit
@@ -83,7 +100,7 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
              min_p: Float32, seed_low: Uint32, seed_high: Uint32):  # fmt: skip
     """All consumer warps; what is left is the prefix (CUT, LAST) as far as min-p goes. The warps'
     winners into the list's place: `winner`."""
-    threads, key = k.c.warps * 32, (seed_low, seed_high)
+    threads, keys = k.c.warps * 32, exact.round_keys(seed_low, seed_high)
     largest, cut, last = number(k, W.LARGEST), number(k, W.CUT), word(k, W.LAST)
     if min_p > 0.0:
         least, stays = exact.min_p_cut(largest, temperature, min_p)
@@ -94,7 +111,7 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
             cut, last = least, end
     scale = sync.least(exact.inverse_temperature(temperature) * LOG2_E, Float32(HIGHEST))
     if k.tid == 0:
-        put(k, W.REACH, first_reach(k, position, key))
+        put(k, W.REACH, first_reach(k, position, keys))
     sync.consumer_sync(threads)
     listed = word(k, W.KEPT)
     items = sync.select_int(listed >= 0, listed, Int32(quads(k)))
@@ -106,14 +123,13 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
     while first < items:
         load_items(k, row, first + QUADS * threads, listed, coming, following)
         reach, hits = number(k, W.REACH), Int32(0)
+        low = hopeless_below(largest, temperature, cut, reach)
         for i in cutlass.range_constexpr(QUADS):
-            limits = [exp2((now[4 * i + e] - largest) * scale) * reach for e in range(4)]
-            if sync.maximum(limits) >= 0.5:
-                coins = exact.numbers(blocks[i], position, key)
+            if sync.maximum([now[4 * i + e] for e in range(4)]) >= low:
+                coins = exact.numbers(blocks[i], position, keys)
                 for e in cutlass.range_constexpr(4):
-                    left = in_prefix(now[4 * i + e], 4 * blocks[i] + e, cut, last)
-                    hit = left & Int32(Float32(coins[e]) < limits[e])
-                    hits = hits | (hit << (4 * i + e))
+                    limit = exp2((now[4 * i + e] - largest) * scale) * reach
+                    hits = mark_if(coins[e], limit, hits, 4 * i + e)
         while hits != 0:
             bit = sync.lowest_bit(hits)
             hits = hits & (hits - 1)
@@ -122,9 +138,10 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
                 block = sync.select_int((bit >> 2) == i, blocks[i], block)
             token = 4 * block + (bit & 3)
             z = sync.ld_float(row + Int64(token) * 4)
-            coin = one_of(exact.numbers(block, position, key), bit & 3)
+            coin = one_of(exact.numbers(block, position, keys), bit & 3)
             # another thread may have come nearer in the meantime
-            if Float32(coin) < exp2((z - largest) * scale) * number(k, W.REACH):
+            near = Float32(coin) < exp2((z - largest) * scale) * number(k, W.REACH)
+            if near & (in_prefix(z, token, cut, last) != 0):
                 score = exact.score(z, largest, temperature, coin)
                 if is_better(score, token, best, winner) != 0:
                     best, winner = score, token

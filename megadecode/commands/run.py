@@ -52,11 +52,14 @@ def run(
     with common.opened(model, ctx, **options) as engine:
         request = engine.submit(text, params, chat=not raw)
         result = common.show(engine, request, as_json=as_json, stream=stream)
-        figures = engine.trace()
+        if trace:
+            engine.park()  # a device that counts has counted all of it then
+            split = engine.stats().split
+            figures = table(engine.trace()) if split is None else split.table()
     if not as_json:
         console.print(f"[dim]{common.summary(result)}[/dim]")
     if trace:
-        console.print(table(figures))
+        console.print(figures)
     if result.error:
         raise typer.Exit(common.fail(result.error))
     if result.finish_reason == "abort":  # an interrupt

@@ -218,6 +218,9 @@ def test_a_script_of_candidates_and_a_policy_are_for_measuring():
     assert (split.tau, split.rows_per_step, split.step_us) == (2.5, 15, 15)
     assert split.us() == {"draft": 1, "tree": 0.5, "verify": 10, "decide": 0.25, "compact": 2}
     assert (split - split).steps == 0
+    lines = split.table().splitlines()
+    assert lines[0] == "4 steps of 15.0 us, 15.0 rows each"
+    assert lines[3].split() == ["verify", "10.0", "us", "66.7%"]
 
 
 def test_memory_of_a_closed_engine_counts_as_free(monkeypatch):
