@@ -5,18 +5,21 @@ their weights (top-p, integers of 2^-44, so that sums do not depend on their ord
 CUT and LAST: a token belongs to it if its logit is above CUT, or equal to it and its id at most
 LAST. Everything is done by the consumer warps of one CTA over a row that lies in L2:
 
-    measure  a pass over the row: what is at or above each of eight thresholds
-    gather   a pass over the row: (logit, id) of at most LISTED tokens between two values
-    sort     of these, in shared memory, and the end of the prefix among them
+    survey     a pass over the row: all mass, of which top-p takes its part
+    gather     a pass over the row: (logit, id) of at most LISTED tokens between two values
+    sort       of these, in shared memory, and the end of the prefix among them
+    histogram  a pass over the row: mass and number by 256 parts of a window of values
 
-Thresholds go down from the largest logit in growing steps, then cut the window in which the end
-lies, by value and by bit pattern in turn, until it holds few enough tokens to list. A window of a
-single value with more tokens than that goes on with x = -id in the place of the logit.
+The largest logits of parts of the row (the CTAs' results) say from which value on there are some
+300 tokens. Those are gathered; if the end is not among them a window below is cut until it holds
+few enough tokens to list, by the bits of an order-preserving integer, 8 bits a pass. A window of a
+single value with more tokens than that goes on with x = -(2^18 + id) in the place of the logit.
 
 KEPT says how many entries of the sorted list are the prefix, or is -1 if the list is only a part of
 it. A prefix that was found before (CUT, LAST) bounds the next: tokens outside of it do not count.
 """
 
+import math
 from enum import IntEnum
 
 import cutlass
@@ -24,16 +27,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import exact, sync
-from cute_kernels.gpu.fragments import exp2
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.topk import key_of, value_of
 
 LISTED = 512  # entries of a list, 8 bytes each: order key of the value, complemented, above the id
-STEPS = 8  # thresholds of a pass
+GUESSED = 330  # tokens that are gathered first
+BINS = 256
 QUADS = 4  # vectors of four logits that a thread has in hand
 LOWEST, INF = -3.4028234663852886e38, float("inf")
-MEASURE, GATHER, DONE = range(3)
-NEVER = 0x7FFFFFFF
+LOWEST_KEY = 0x00800000  # of LOWEST
+FIRST_ID = 1 << 18  # of -x, where ids take the logits' place: all have the same exponent
+SURVEY, GATHER, HISTOGRAM, DONE = range(4)
 
 
 class W(IntEnum):
@@ -48,25 +52,20 @@ class W(IntEnum):
     KEPT = 6
     FOUND = 7  # tokens that `gather` has seen
     STATE = 8  # what comes next
-    LOW = 9  # order keys: the end lies in [LOW, HIGH)
+    LOW = 9  # order keys: the end lies in [LOW, HIGH), if it does not lie below
     HIGH = 10
-    REACHED = 11  # 1: what is at or above LOW reaches the limit
-    TRIES = 12
-    TIES = 13  # 1: x = -id, of the tokens whose logit is VALUE
-    VALUE = 14
-    ABOVE = 15  # tokens at or above HIGH, and at or above LOW if REACHED
-    AT_LOW = 16
-    MAXIMA = 17  # how many logits the maxima of parts of the row are; 0: none
-    BEFORE = 18  # 64 bits: what is at or above HIGH
-    LIMIT = 20  # 64 bits
-    BASE = 22  # 64 bits: of TIES: what is above VALUE
-    REACH = 24  # of race.py
-    STEP = 25  # STEPS thresholds, descending
+    TIES = 11  # 1: x in the place of the logit, of the tokens whose logit is VALUE
+    VALUE = 12
+    ABOVE = 13  # tokens at or above HIGH
+    MAXIMA = 14  # how many logits the maxima of parts of the row are
+    GUESS = 15  # which of them some GUESSED tokens reach
+    BEFORE = 16  # 64 bits: what is at or above HIGH
+    LIMIT = 18  # 64 bits
+    REACH = 20  # of race.py
 
 
-CONTROL_BYTES = 4 * (W.STEP + STEPS)
+CONTROL_BYTES = 4 * (W.REACH + 1)
 SORTED_AT, MAXIMA_AT = 8 * LISTED, 16 * LISTED  # from the scratch for partial sums on
-MAX_PARTS = 256
 
 
 def check(c):
@@ -148,84 +147,133 @@ def new_values(n):
 
 @cute.jit
 def turn_to_ids(values: cute.Tensor, first: Int32, threads: cutlass.Constexpr, value: Float32):
-    """Of tokens with that logit x = -id, of the others -inf; first: the thread's first vector."""
+    """Of tokens with that logit x, of the others -inf; first: the thread's first vector."""
     for i in cutlass.range_constexpr(values.layout.shape):
         token = 4 * (first + i // 4 * threads) + i % 4
-        values[i] = sync.choose(values[i] == value, -Float32(token), -INF)
-
-
-def add_if(z, step, total, amount, count):
-    """(total + amount, count + 1) where z >= step."""
-    return ptx_read(
-        "{ .reg .pred q; setp.ge.f32 q, {$r0}, {$r1}; mov.b64 {$w0}, {$r2}; mov.b32 {$w1}, {$r4};"
-        " @q add.s64 {$w0}, {$w0}, {$r3}; @q add.s32 {$w1}, {$w1}, 1; }",
-        [Int64, Int32], z, step, total, amount, count,
-    )  # fmt: skip
+        values[i] = sync.choose(values[i] == value, -Float32(token + FIRST_ID), -INF)
 
 
 @cute.jit
-def measure(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float32):
-    """Into the list's place: per warp mass or number at or above each threshold, in all, and the
-    numbers."""
+def shift(values: cute.Tensor):
+    """The next vector to the front: a loop over vectors that is not unrolled is short code, which
+    matters where code runs once a step."""
+    for i in cutlass.range_constexpr(values.layout.shape - 4):
+        values[i] = values[i + 4]
+
+
+@cute.jit
+def survey(k: cutlass.Constexpr, row: Int64, temperature: Float32):
+    """Mass of the prefix so far, per warp into the list's place."""
     threads = k.c.warps * 32
     cut, last, largest = number(k, W.CUT), word(k, W.LAST), number(k, W.LARGEST)
-    ties, value = word(k, W.TIES), number(k, W.VALUE)
-    inverse = exact.inverse_temperature(temperature)
-    steps = [number(k, W.STEP + j) for j in range(STEPS)]
-    floor = cut  # below it nothing counts
-    if by_mass != 0:  # exp(-31) < 2^-44
-        floor = sync.maximum([cut, exact.minus(largest, exact.times(Float32(31.0), temperature))])
-    tied_mass = Int64(1)
-    if by_mass != 0:
-        tied_mass = exact.mass(exact.weight(value, largest, inverse))
-    sums = cute.make_rmem_tensor(cute.make_layout(STEPS + 1), Int64)
-    counts = cute.make_rmem_tensor(cute.make_layout(STEPS), Int32)
-    for j in cutlass.range_constexpr(STEPS):
-        sums[j], counts[j] = Int64(0), Int32(0)
-    sums[STEPS] = Int64(0)
+    inverse, total, first = exact.inverse_temperature(temperature), Int64(0), Int32(0)
+    # exp(-31) < 2^-44: nothing below has mass
+    low = exact.minus(largest, exact.times(Float32(31.0), temperature))
+    low = sync.maximum([low, cut])
     now, coming = new_values(QUADS), new_values(QUADS)
-    first = Int32(0)
     load_quads(k, row, first, QUADS, now)
     while first < quads(k):
         load_quads(k, row, first + QUADS * threads, QUADS, coming)
-        low = floor
-        if ties != 0:
-            turn_to_ids(now, first + k.tid, threads, value)
-            low = Float32(LOWEST)
-        for i in cutlass.range_constexpr(QUADS):
-            most = sync.maximum([now[4 * i + e] for e in range(4)])
-            if most >= low:
+        for i in cutlass.range(QUADS, unroll=1):
+            if sync.maximum([now[e] for e in range(4)]) >= low:
                 token = 4 * (first + i * threads + k.tid)
                 for e in cutlass.range_constexpr(4):
-                    z, amount = now[4 * i + e], tied_mass
-                    if (by_mass != 0) & (ties == 0):
-                        amount = exact.mass(exact.weight(z, largest, inverse))
-                    logit = sync.choose(ties != 0, value, z)
-                    counted = in_prefix(logit, token + e, cut, last) & Int32(z >= low)
-                    x = sync.choose(counted != 0, z, -INF)
-                    sums[STEPS] = add_if(x, Float32(LOWEST), sums[STEPS], amount, Int32(0))[0]
-                    if most >= steps[STEPS - 1]:
-                        for j in cutlass.range_constexpr(STEPS):
-                            sums[j], counts[j] = add_if(x, steps[j], sums[j], amount, counts[j])
+                    counts = in_prefix(now[e], token + e, cut, last)
+                    x = sync.choose(counts != 0, now[e], -INF)
+                    total = total + exact.mass(exact.weight(x, largest, inverse))
+            shift(now)
         for i in cutlass.range_constexpr(4 * QUADS):
             now[i] = coming[i]
         first = first + QUADS * threads
-    share(k, sums, counts)
+    # a thread's sum has at most 57 bits: 2^13 tokens of 2^44
+    parts = [sync.warp_reduce("add", Uint32(total >> (20 * i)) & 0xFFFFF) for i in range(3)]
+    total = Int64(parts[0]) + (Int64(parts[1]) << 20) + (Int64(parts[2]) << 40)
+    if k.lane == 0:
+        sync.sts_long(k.red + 8 * k.wid, total)
 
 
 @cute.jit
-def share(k: cutlass.Constexpr, sums: cute.Tensor, counts: cute.Tensor):
-    """The warp's part. A thread's sum has at most 57 bits: 2^13 tokens of 2^44."""
-    to = k.red + k.wid * (8 * (2 * STEPS + 1))
-    for j in cutlass.range_constexpr(STEPS + 1):
-        parts = [sync.warp_reduce("add", Uint32(sums[j] >> (20 * i)) & 0xFFFFF) for i in range(3)]
-        total = Int64(parts[0]) + (Int64(parts[1]) << 20) + (Int64(parts[2]) << 40)
-        if k.lane == 0:
-            sync.sts_long(to + 8 * j, total)
-    for j in cutlass.range_constexpr(STEPS):
-        total = Int64(sync.warp_reduce("add", Uint32(counts[j])))
-        if k.lane == 0:
-            sync.sts_long(to + 8 * (STEPS + 1 + j), total)
+def end_survey(k: cutlass.Constexpr, top_p: Float32):
+    """One thread, behind a barrier."""
+    total = Int64(0)
+    for w in cutlass.range_constexpr(k.c.warps):
+        total = total + sync.lds_long(k.red + 8 * w)
+    sync.sts_long(at(k, W.LIMIT), exact.mass_limit(top_p, total))
+    put(k, W.STATE, Int32(GATHER))
+
+
+def bin_at(k, part, i):
+    """Low words of the masses, high words, numbers: three arrays of BINS words."""
+    return k.red + 4 * (part * BINS + i)
+
+
+@cute.jit
+def flush(k: cutlass.Constexpr, to: Int32, total: Int64, n: Int32):
+    """Add to a bin; 64 bits as two words, with the carry of the first."""
+    if n > 0:
+        lo, hi = halves(total)
+        seen = Uint32(sync.add_shared(bin_at(k, 0, to), lo))
+        hi = hi + carry_of(seen, lo)
+        if hi != 0:
+            sync.add_shared(bin_at(k, 1, to), hi)
+        sync.add_shared(bin_at(k, 2, to), n)
+
+
+def carry_of(a, b):
+    """Of a + b."""
+    return ptx_read(
+        "{ .reg .b32 s; .reg .pred q; add.u32 s, {$r0}, {$r1}; setp.lt.u32 q, s, {$r0};"
+        " selp.u32 {$w0}, 1, 0, q; }",
+        [Uint32], a, b,
+    )  # fmt: skip
+
+
+def bits_per_bin(span):
+    """Bits of a key that a bin leaves open, where BINS bins cover `span` keys."""
+    used = ptx_read("clz.b32 {$w0}, {$r0};", [Int32], span - 1)
+    return cutlass.max(32 - used - 8, Int32(0))
+
+
+@cute.jit
+def histogram(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float32):
+    """What [LOW, HIGH) holds, by bins of keys, which are 0 before."""
+    threads = k.c.warps * 32
+    cut, last, largest = number(k, W.CUT), word(k, W.LAST), number(k, W.LARGEST)
+    ties, value = word(k, W.TIES), number(k, W.VALUE)
+    low_key = Uint32(word(k, W.LOW))
+    span = Uint32(word(k, W.HIGH)) - low_key
+    bits, low = bits_per_bin(span), value_of(low_key)
+    inverse, amount = exact.inverse_temperature(temperature), Int64(1)
+    if by_mass != 0:
+        amount = exact.mass(exact.weight(value, largest, inverse))
+    varies = by_mass & (1 - ties)
+    # equal neighbours are added up before they go to their bin
+    same, total, n, first = Int32(0), Int64(0), Int32(0), Int32(0)
+    now, coming = new_values(QUADS), new_values(QUADS)
+    load_quads(k, row, first, QUADS, now)
+    while first < quads(k):
+        load_quads(k, row, first + QUADS * threads, QUADS, coming)
+        if ties != 0:
+            turn_to_ids(now, first + k.tid, threads, value)
+        for i in cutlass.range(QUADS, unroll=1):
+            if sync.maximum([now[e] for e in range(4)]) >= low:
+                token = 4 * (first + i * threads + k.tid)
+                for e in cutlass.range_constexpr(4):
+                    from_low = key_of(now[e]) - low_key
+                    logit = sync.choose(ties != 0, value, now[e])
+                    if (from_low < span) & (in_prefix(logit, token + e, cut, last) != 0):
+                        mine = Int32(from_low >> Uint32(bits))
+                        if mine != same:
+                            flush(k, same, total, n)
+                            same, total, n = mine, Int64(0), Int32(0)
+                        if varies != 0:
+                            amount = exact.mass(exact.weight(now[e], largest, inverse))
+                        total, n = total + amount, n + 1
+            shift(now)
+        for i in cutlass.range_constexpr(4 * QUADS):
+            now[i] = coming[i]
+        first = first + QUADS * threads
+    flush(k, same, total, n)
 
 
 @cute.jit
@@ -305,18 +353,19 @@ def mass_before(k: cutlass.Constexpr, i: Int32, n: Int32, temperature: Float32):
 
 @cute.jit
 def count_kept(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Float32):
-    """Warp 0: entries of the list with less than LIMIT before them, where BEFORE is before all."""
+    """Warp 0: entries of the list with less than LIMIT before them, where BEFORE is before all; and
+    what is before the tokens that follow the list."""
     before, limit = sync.lds_long(at(k, W.BEFORE)), sync.lds_long(at(k, W.LIMIT))
-    kept = Int32(cutlass.min(limit - before, Int64(n)))
+    kept, beyond = Int32(cutlass.min(limit - before, Int64(n))), before + Int64(n)
     if by_mass != 0:
-        kept, first = Int32(0), Int32(0)
+        kept, first, beyond = Int32(0), Int32(0), before
         while first < n:
             mine, upto = mass_before(k, first + k.lane, n, temperature)
-            stays = Int32(first + k.lane < n) & Int32(before + upto - mine < limit)
+            stays = Int32(first + k.lane < n) & Int32(beyond + upto - mine < limit)
             kept = kept + Int32(sync.warp_reduce("add", Uint32(stays)))
-            before = before + last_lane(upto)
+            beyond = beyond + last_lane(upto)
             first = first + 32
-    return kept
+    return kept, beyond
 
 
 def last_lane(v):
@@ -336,159 +385,173 @@ def list_mass(k: cutlass.Constexpr, n: Int32, temperature: Float32):
 @cute.jit
 def end_in_list(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Float32):
     """Warp 0: CUT, LAST and KEPT from the sorted list. If that was only a part of the prefix, but
-    the prefix is short enough, it is gathered next."""
-    kept = count_kept(k, n, by_mass, temperature)
-    final, ties = entry(k, kept - 1), word(k, W.TIES)
+    the prefix is short enough, it is gathered next; if the limit was not reached, what lies below
+    is looked at."""
+    kept, beyond = count_kept(k, n, by_mass, temperature)
+    final, ties, low = entry(k, kept - 1), word(k, W.TIES), Uint32(word(k, W.LOW))
     is_whole = Int32(sync.lds_long(at(k, W.BEFORE)) == 0) & (1 - ties)
-    is_short = Int32(sync.lds_long(at(k, W.LIMIT)) <= LISTED) & (1 - by_mass)
+    limit = sync.lds_long(at(k, W.LIMIT))
+    is_short = Int32(limit <= LISTED) & (1 - by_mass)
     cut = sync.choose(ties != 0, number(k, W.VALUE), entry_value(final))
     cute.arch.sync_warp()
     if k.lane == 0:
-        put(k, W.CUT, cut)
-        put(k, W.LAST, entry_id(final))
-        put(k, W.KEPT, sync.select_int(is_whole != 0, kept, Int32(-1)))
-        put(k, W.STATE, Int32(DONE))
-        if (is_short != 0) & (is_whole == 0):
-            put(k, W.STATE, Int32(GATHER))
-            put(k, W.TIES, Int32(0))
-            put(k, W.FOUND, Int32(0))
-            put(k, W.LOW, key_of(cut))
-            put(k, W.HIGH, key_of(number(k, W.LARGEST)) + 1)
-            sync.sts_long(at(k, W.BEFORE), Int64(0))
+        if (beyond < limit) & (low > LOWEST_KEY):
+            sync.sts_long(at(k, W.BEFORE), beyond)
+            put(k, W.ABOVE, word(k, W.ABOVE) + n)
+            put(k, W.HIGH, low)
+            put(k, W.LOW, widened(k, low))
+            put(k, W.STATE, Int32(HISTOGRAM))
+        else:
+            put(k, W.CUT, cut)
+            put(k, W.LAST, entry_id(final))
+            put(k, W.KEPT, sync.select_int(is_whole != 0, kept, Int32(-1)))
+            put(k, W.STATE, Int32(DONE))
+            if (is_short != 0) & (is_whole == 0):
+                put(k, W.STATE, Int32(GATHER))
+                put(k, W.TIES, Int32(0))
+                put(k, W.FOUND, Int32(0))
+                put(k, W.LOW, key_of(cut))
+                put(k, W.HIGH, key_of(number(k, W.LARGEST)) + 1)
+                sync.sts_long(at(k, W.BEFORE), Int64(0))
 
 
 # -- the search ----------------------------------------------------------------------------------
+def guess(parts):
+    """Which of the maxima of so many parts, in descending order, about GUESSED tokens reach."""
+    return max(1, int(parts * (1 - math.exp(-GUESSED / parts))))
+
+
+def widened(k, low):
+    """A key below: the value three times as far from the largest logit."""
+    value, largest = value_of(low), number(k, W.LARGEST)
+    down = value - 2.0 * (largest - value)
+    return sync.larger(key_of(sync.maximum([down, Float32(LOWEST)])), Uint32(LOWEST_KEY))
+
+
 @cute.jit
-def floor_of_maxima(k: cutlass.Constexpr, limit: Int32):
-    """The limit-th largest of the maxima of parts of the row, into LOW: as many tokens reach it.
+def floor_of_maxima(k: cutlass.Constexpr, rank: Int32):
+    """The rank-th largest of the maxima of parts of the row, into LOW: as many tokens reach it.
     All warps; the maxima are padded with -inf to a multiple of 4."""
     n = word(k, W.MAXIMA)
     if k.tid < n:
-        mine, rank, i = sync.lds(k.red + MAXIMA_AT + 4 * k.tid), Int32(0), Int32(0)
+        mine, before, i = sync.lds(k.red + MAXIMA_AT + 4 * k.tid), Int32(0), Int32(0)
         while i < n:
             four = sync.lds_quad(k.red + MAXIMA_AT + 4 * i)
             for e in cutlass.range_constexpr(4):
                 same = Int32(four[e] == mine) & Int32(i + e < k.tid)
-                rank = rank + (Int32(four[e] > mine) | same)
+                before = before + (Int32(four[e] > mine) | same)
             i = i + 4
-        if rank == limit - 1:
+        if before == rank - 1:
             put(k, W.LOW, key_of(sync.maximum([mine, Float32(LOWEST)])))
 
 
 @cute.jit
-def open_search(k: cutlass.Constexpr, limit: Int64, listed: Int32):
-    """One thread. listed: 1 where `floor_of_maxima` gives LOW and a list will do."""
-    largest = number(k, W.LARGEST)
-    put(k, W.STATE, sync.select_int(listed != 0, Int32(GATHER), Int32(MEASURE)))
-    put(k, W.LOW, key_of(Float32(LOWEST)))
-    put(k, W.HIGH, key_of(largest) + 1)
-    for name in (W.REACHED, W.TRIES, W.TIES, W.ABOVE, W.AT_LOW, W.FOUND):
-        put(k, name, Int32(0))
+def open_search(k: cutlass.Constexpr, limit: Int64, state: Int32):
+    """One thread; `floor_of_maxima` gives LOW."""
+    put(k, W.STATE, state)
+    put(k, W.HIGH, key_of(number(k, W.LARGEST)) + 1)
+    put(k, W.TIES, Int32(0))
+    put(k, W.ABOVE, Int32(0))
+    put(k, W.FOUND, Int32(0))
     sync.sts_long(at(k, W.BEFORE), Int64(0))
     sync.sts_long(at(k, W.LIMIT), limit)
     put(k, W.KEPT, Int32(-1))
 
 
 @cute.jit
-def set_steps(k: cutlass.Constexpr, unit: Float32):
-    """Warp 0: thresholds of the next pass."""
-    tries, largest = word(k, W.TRIES), number(k, W.LARGEST)
+def next_window(k: cutlass.Constexpr):
+    """Warp 0, behind `histogram`: the bin in which the end lies, and what to do with it. A lane has
+    BINS / 32 bins, the first lane those of the largest values."""
+    each = BINS // 32
+    limit, before = sync.lds_long(at(k, W.LIMIT)), sync.lds_long(at(k, W.BEFORE))
+    mine, n = Int64(0), Int32(0)
+    for i in cutlass.range_constexpr(each):
+        b = BINS - 1 - (k.lane * each + i)
+        mine = mine + bin_mass(k, b)
+        n = n + sync.lds_int(bin_at(k, 2, b))
+    upto, n_upto = mine, n
+    for d in cutlass.range_constexpr(5):
+        below = shuffled_up(upto, 1 << d)
+        n_below = cute.arch.shuffle_sync_up(n_upto, 1 << d, mask_and_clamp=0)
+        if k.lane >= 1 << d:
+            upto, n_upto = upto + below, n_upto + n_below
+    above = word(k, W.ABOVE)
     low, high = Uint32(word(k, W.LOW)), Uint32(word(k, W.HIGH))
-    j = k.lane
-    if j < STEPS:
-        # the largest; 1, 1.5, ... 11 below it; 13, 52, ... below it, everything
-        down = exp2(Float32(j - 1) * 0.585)
-        down = sync.choose(j > 0, down, 0.0)
-        if tries > 0:
-            down = sync.choose(j < STEPS - 1, exp2(Float32(j) * 2.0 + 3.7), INF)
-        step = exact.minus(largest, exact.times(unit, down))
-        if (word(k, W.REACHED) != 0) | (word(k, W.TIES) != 0):
-            if ((tries & 1) != 0) & (word(k, W.TIES) == 0):
-                part = (Int64(high - low) * Int64(STEPS - j)) // (STEPS + 1)
-                step = value_of(low + Uint32(part))
-            else:
-                bottom, share_of = value_of(low), Float32(STEPS - j) * (1.0 / (STEPS + 1))
-                step = bottom + (value_of(high) - bottom) * share_of
-        sync.sts(at(k, W.STEP) + 4 * j, sync.maximum([step, Float32(LOWEST)]))
+    whole = before + last_lane(upto)
+    n_whole = above + cute.arch.shuffle_sync(n_upto, 31)
+    cute.arch.sync_warp()
+    if whole < limit:
+        if k.lane == 0:
+            if low > LOWEST_KEY:
+                set_window(k, Uint32(LOWEST_KEY), low, whole, n_whole, Int32(HISTOGRAM))
+            else:  # all that there is does not reach the limit
+                put(k, W.STATE, Int32(DONE))
+    else:
+        before, above = before + upto - mine, above + n_upto - n
+        if (before < limit) & (before + mine >= limit):
+            bits = bits_per_bin(high - low)
+            found, b, i = Int32(0), Int32(0), Int32(0)
+            while found == 0:
+                b = BINS - 1 - (k.lane * each + i)
+                if before + bin_mass(k, b) >= limit:
+                    found = Int32(1)
+                else:
+                    before = before + bin_mass(k, b)
+                    above = above + sync.lds_int(bin_at(k, 2, b))
+                i = i + 1
+            bottom = low + (Uint32(b) << Uint32(bits))
+            top = sync.smaller(bottom - low + (Uint32(1) << Uint32(bits)), high - low) + low
+            take_bin(k, bottom, top, before, above, sync.lds_int(bin_at(k, 2, b)))
+    cute.arch.sync_warp()
+
+
+def bin_mass(k, b):
+    return joined(sync.lds_word(bin_at(k, 0, b)), sync.lds_word(bin_at(k, 1, b)))
 
 
 @cute.jit
-def settle(k: cutlass.Constexpr, by_mass: Int32, top_p: Float32):
-    """Warp 0, behind `measure`: the new window, and what to do with it."""
-    entries = 2 * STEPS + 1
-    total = Int64(0)
-    if k.lane < entries:
-        for w in cutlass.range_constexpr(k.c.warps):
-            total = total + sync.lds_long(k.red + 8 * (w * entries + k.lane))
-        sync.sts_long(k.red + SORTED_AT + 8 * k.lane, total)
-    cute.arch.sync_warp()
-    if k.lane == 0:
-        sums = k.red + SORTED_AT
-        limit, base = sync.lds_long(at(k, W.LIMIT)), Int64(0)
-        ties = word(k, W.TIES)
-        if limit == 0:
-            limit = exact.mass_limit(top_p, sync.lds_long(sums + 8 * STEPS))
-        if ties != 0:
-            base = sync.lds_long(at(k, W.BASE))
-        low, high = Uint32(word(k, W.LOW)), Uint32(word(k, W.HIGH))
-        before, above = sync.lds_long(at(k, W.BEFORE)), word(k, W.ABOVE)
-        reached, at_low, final = word(k, W.REACHED), word(k, W.AT_LOW), Float32(0.0)
-        found = Int32(0)
-        for j in cutlass.range_constexpr(STEPS):
-            step, mass = number(k, W.STEP + j), base + sync.lds_long(sums + 8 * j)
-            n = Int32(sync.lds_long(sums + 8 * (STEPS + 1 + j)))
-            if mass < limit:
-                high, before, above = key_of(step), mass, n
-            else:
-                if found == 0:
-                    low, at_low, reached = key_of(step), n, Int32(1)
-                found = Int32(1)
-            final = step
-        state = Int32(MEASURE)
-        if reached == 0:
-            if final <= LOWEST:  # all there is does not reach the limit
-                state = Int32(DONE)
-        elif (at_low <= LISTED) & (ties == 0):
-            state, before = Int32(GATHER), Int64(0)
-            high = key_of(number(k, W.LARGEST)) + 1
-        elif at_low - above <= LISTED:
-            state = Int32(GATHER)
-        elif high - low == 1:
-            put(k, W.VALUE, value_of(low))
-            put(k, W.TIES, Int32(1))
-            sync.sts_long(at(k, W.BASE), before)
-            low, high = key_of(-Float32(k.c.shape.vocab)), key_of(Float32(0.0)) + 1
-            above, at_low = Int32(0), Int32(NEVER)
-        put(k, W.LOW, low)
-        put(k, W.HIGH, high)
-        put(k, W.REACHED, reached)
-        put(k, W.AT_LOW, at_low)
-        put(k, W.ABOVE, above)
-        put(k, W.STATE, state)
-        put(k, W.TRIES, word(k, W.TRIES) + 1)
-        put(k, W.FOUND, Int32(0))
-        sync.sts_long(at(k, W.BEFORE), before)
-        sync.sts_long(at(k, W.LIMIT), limit)
-    cute.arch.sync_warp()
+def set_window(k: cutlass.Constexpr, low: Uint32, high: Uint32, before: Int64, above: Int32,
+               state: Int32):  # fmt: skip
+    put(k, W.LOW, low)
+    put(k, W.HIGH, high)
+    put(k, W.ABOVE, above)
+    put(k, W.STATE, state)
+    put(k, W.FOUND, Int32(0))
+    sync.sts_long(at(k, W.BEFORE), before)
+
+
+@cute.jit
+def take_bin(k: cutlass.Constexpr, low: Uint32, high: Uint32, before: Int64, above: Int32,
+             n: Int32):  # fmt: skip
+    """One thread. n: tokens in [low, high)."""
+    ties = word(k, W.TIES)
+    if (above + n <= LISTED) & (ties == 0):
+        top = key_of(number(k, W.LARGEST)) + 1
+        set_window(k, low, top, Int64(0), Int32(0), Int32(GATHER))
+    elif n <= LISTED:
+        set_window(k, low, high, before, above, Int32(GATHER))
+    elif high - low == 1:
+        put(k, W.VALUE, value_of(low))
+        put(k, W.TIES, Int32(1))
+        first, end = key_of(Float32(-2.0 * FIRST_ID)), key_of(Float32(-1.0 * FIRST_ID)) + 1
+        set_window(k, first, end, before, above, Int32(HISTOGRAM))
+    else:
+        set_window(k, low, high, before, above, Int32(HISTOGRAM))
 
 
 @cute.jit
 def search(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float32, top_p: Float32):
-    """All consumer warps, behind open_search and a barrier: the end of the prefix."""
+    """All consumer warps, behind open_search, floor_of_maxima and a barrier: the end of the
+    prefix."""
     threads = k.c.warps * 32
-    unit = sync.choose(by_mass != 0, temperature, 1.0)
-    if k.wid == 0:
-        set_steps(k, unit)
-    sync.consumer_sync(threads)
     state = word(k, W.STATE)
     while state != DONE:
-        if state == MEASURE:
-            measure(k, row, by_mass, temperature)
+        if state == SURVEY:
+            survey(k, row, temperature)
             sync.consumer_sync(threads)
-            if k.wid == 0:
-                settle(k, by_mass, top_p)
-                set_steps(k, unit)
-        else:
+            if k.tid == 0:
+                end_survey(k, top_p)
+        elif state == GATHER:
             gather(k, row)
             sync.consumer_sync(threads)
             n = word(k, W.FOUND)
@@ -500,6 +563,16 @@ def search(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float3
             else:  # the maxima were a poor guess
                 sync.consumer_sync(threads)
                 if k.tid == 0:
-                    open_search(k, sync.lds_long(at(k, W.LIMIT)), Int32(0))
+                    put(k, W.FOUND, Int32(0))
+                    put(k, W.STATE, Int32(HISTOGRAM))
+        else:
+            for i in cutlass.range_constexpr(-(-3 * BINS // threads)):
+                if k.tid + i * threads < 3 * BINS:
+                    sync.sts_int(bin_at(k, 0, k.tid + i * threads), Int32(0))
+            sync.consumer_sync(threads)
+            histogram(k, row, by_mass, temperature)
+            sync.consumer_sync(threads)
+            if k.wid == 0:
+                next_window(k)
         sync.consumer_sync(threads)
         state = word(k, W.STATE)
