@@ -8,8 +8,9 @@ Importing this package does not import cutlass; the modules with kernels do. A w
 2. The rules of memory: sync (every access that another SM sees; words as flags; deadlines), mapped
    (the same for the host's memory), ring (the weight stream).
 3. One token: kernel (roles and the loop), producer (the warp that streams), core (what the parts
-   share), embed, gemm and epilogue (the four matrices of a layer and the head), attention and its parts (rotary, attention_stream,
-   attention_tail, attention_merge), head (results), janitor (words back to EMPTY).
+   share), embed, gemm and epilogue (the four matrices of a layer and the head), attention and its
+   parts (rotary, attention_stream, attention_blocks, attention_tail, attention_merge), head
+   (results), janitor (words back to EMPTY).
 4. A prompt: prompt, rows_gemm, prompt_attention, prompt_plan.
 5. A speculative step: compact, context, draft_attention, rank and topk, tree, verify, decide.
 6. The loop without a host: service (between launch and park), admission, control, service_block.
