@@ -24,7 +24,11 @@ EXPERIMENTS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
     ("kv_fragmentation", True, ()),
     ("marshaling", True, ()),
     ("compaction", True, ()),
+    ("context_sweep", True, ("--contexts", "1024", "8192")),
+    ("dram_trace", True, ("--models", "smollm2-135m")),
+    ("host_stall", True, ()),
 )
+KERNELS = ("context_sweep", "dram_trace", "host_stall")  # take --kernels
 
 
 def main() -> None:
@@ -35,6 +39,7 @@ def main() -> None:
     size.add_argument("--full", action="store_true")
     made.add_argument("--only", nargs="+", choices=[name for name, _, _ in EXPERIMENTS])
     made.add_argument("--results", type=Path, default=RESULTS)
+    made.add_argument("--kernels", help="kernels built beforehand (`megadecode build --folder`)")
     made.add_argument("--no-report", action="store_true", help="result files only")
     args = made.parse_args()
     gpu = default_device() == "cuda"
@@ -48,6 +53,7 @@ def main() -> None:
         command = [sys.executable, "-m", f"experiments.{name}"]
         command += ["--json", str(args.results / f"{name}.json")]
         command += ["--quick", *quick] if args.quick else []
+        command += ["--kernels", args.kernels] if args.kernels and name in KERNELS else []
         print("#", *command[1:], flush=True)
         begun = time.perf_counter()
         code = subprocess.run(command, check=False).returncode

@@ -7,15 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_kernels.gpu.config import SHAPES
-from megadecode.config import ModelConfig
-from megadecode.drafter.config import SLIDING, DrafterConfig
 from megadecode.drafter.find import choose_drafter
-from megadecode.drafter.io import Drafter, tensor_shapes
+from megadecode.drafter.io import Drafter
 from megadecode.models.load import load_model
-from megadecode.models.store import DEFAULT_MODEL
 from megadecode.models.weights import Weights
-from megadecode.presets import Preset
+from megadecode.presets import NAMES, Preset
 
 
 class OnDevice:
@@ -30,42 +26,24 @@ class OnDevice:
         if name == "head" and self.config.tied_embeddings:
             name = "embed"
         if name not in self._made:
-            values = torch.as_tensor(np.array(self._weights.tensor(name)) if self._device == "cpu"
-                                     else self._weights.tensor(name))  # fmt: skip
+            values = self._weights.tensor(name)
+            if isinstance(values, np.ndarray):
+                values = torch.from_numpy(np.array(values))  # a writable copy
             self._made[name] = values.to(self._device, self._dtype)
         return self._made[name]
 
 
-def random_drafter(config: ModelConfig, layers: int = 3, block: int = 8) -> Drafter:
-    """A drafter with random weights in the shape of the shipped one: the target's own widths, five
-    taps, a window of 1,024, a head of 16,384 tokens. Its times are a real drafter's."""
-    n, columns = config.layers, min(16384, config.vocab // 32 * 32)
-    made = DrafterConfig(
-        name=f"random for {config.name}", layers=layers, hidden=config.hidden, heads=config.heads,
-        kv_heads=config.kv_heads, head_dim=config.head_dim, ffn=config.ffn, vocab=config.vocab,
-        block_size=block, taps=tuple(round(1 + i * (n - 4) / 4) for i in range(5)),
-        target_layers=n, mask_token_id=0, rope_theta=config.rope_theta,
-        layer_types=(SLIDING,) * layers, window=1024, is_causal=False,
-        draft_tokens=tuple(range(columns)),
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-    tensors = {
-        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
-        if len(shape) == 2
-        else np.ones(shape, np.float32)
-        for name, shape in tensor_shapes(made).items()
-    }
-    return Drafter(made, tensors)
-
-
 def open_model(name: str, device: str) -> tuple[Weights, Drafter]:
-    """A known model or a file with the drafter that belongs to it (a random one of the shipped
-    one's shape where none does), or a preset's shape with random weights."""
-    if name in SHAPES and name != DEFAULT_MODEL:
-        weights: Weights = Preset(name, where=device)
-        return weights, random_drafter(weights.config)
+    """A known model or a file with the drafter that belongs to it, or a preset's shape, both with
+    random weights. SystemExit for a model without a drafter."""
+    if name in NAMES:
+        preset = Preset(name, where=device)
+        return preset, preset.drafter()
     weights = load_model(name)
-    return weights, choose_drafter("auto", weights) or random_drafter(weights.config)
+    drafter = choose_drafter("auto", weights)
+    if drafter is None:
+        raise SystemExit(f"no drafter belongs to {name}")
+    return weights, drafter
 
 
 def gaps(weights: Weights, device: str, prompt: list[int], tokens: list[int]) -> list[float]:

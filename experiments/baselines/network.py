@@ -156,7 +156,7 @@ class Draft:
         self.embed = target.embed
 
         def take(*names: str) -> torch.Tensor:
-            parts = [torch.from_numpy(drafter.get(name)) for name in names]
+            parts = [torch.as_tensor(drafter.get(name)) for name in names]
             return torch.cat(parts).to(device, dtype)
 
         self.fc, self.context_norm = take("fc"), take("context_norm")
