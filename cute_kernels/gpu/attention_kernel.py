@@ -18,7 +18,9 @@ from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.attention import stamp, take_rows
 from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, ROWS, Config
+from cute_kernels.gpu.context import draft_begins, tell_keys
 from cute_kernels.gpu.core import Core, arg, carve, desc_word, init_barriers, places
+from cute_kernels.gpu.grid_barrier import arrive_grid, barrier_side
 from cute_kernels.gpu.kernel import call, register_split
 from cute_kernels.gpu.tiles import Buffers
 
@@ -44,8 +46,10 @@ def run_consumers(k: cutlass.Constexpr, form: cutlass.Constexpr, act: Int64, row
                   layers: Int32):  # fmt: skip
     b = Buffers.of(k.c)
     form.begin_step(k, rows)
-    if cutlass.const_expr(hasattr(form, "keys_written")):
-        form.keys_written(k)
+    if cutlass.const_expr(k.drafting):  # the keys are there; the producer waits for all CTAs' word
+        side = barrier_side(k)
+        arrive_grid(k)
+        tell_keys(k, side)
     sync.consumer_sync(k.c.warps * 32)
     stage, parity, cur = Int32(0), Int32(0), act
     for layer in cutlass.range(layers, unroll=1):
@@ -59,6 +63,8 @@ def run_consumers(k: cutlass.Constexpr, form: cutlass.Constexpr, act: Int64, row
 @cute.jit
 def run_producer(k: cutlass.Constexpr, form: cutlass.Constexpr, layers: Int32):
     step = form.begin_produce(k)
+    if cutlass.const_expr(k.drafting):
+        draft_begins(k)
     stage, parity, issued = Int32(0), Int32(0), Int32(0)
     landed, landed_parity = Int32(0), Int32(0)
     for layer in cutlass.range(layers, unroll=1):
@@ -91,9 +97,10 @@ def make_attention(c: Config, form: str = "attention"):
         k.args, k.zero = args, Uint32(layers >> 30)
         k.stamps = arg(k, Arg.TIMES)
         k.kv_pool, k.pages = arg(k, Arg.KV_POOL), arg(k, Arg.PAGE_TABLE)
-        k.draft_layers = Int32(c.shape.layers)
+        k.draft_layers, k.drafting = Int32(c.shape.layers), form == "draft_attention"
+        k.board = arg(k, Arg.BOARD)
         if tid < DESC_WORDS:
-            word = sync.ld_word(arg(k, Arg.BOARD) + Int64(tid) * 4)
+            word = sync.ld_word(k.board + Int64(tid) * 4)
             sync.sts_int(k.desc + tid * 4, word)
         init_barriers(k)
         if k.wid >= c.warps:

@@ -20,6 +20,7 @@ def step_buffers(c: Config) -> dict[str, int]:
         "PROMPT_ACT": PromptBuffers.of(c).bytes,
         "ALTERNATIVES": MAX_ROWS * MAX_LOGPROBS * 8,
         "SAMPLING": SAMPLING.itemsize,
+        "ROW_TABLE": MAX_ROWS * ROW_WORDS * 4,  # without a drafter it is looked at, and not used
     }
 
 
@@ -32,5 +33,4 @@ def draft_buffers(c: Config, draft: DraftShape) -> dict[str, int]:
         "CONTEXT_KV": -(-columns // CHUNK) * COLUMNS_BYTES,
         "DRAFT_LOGITS": FEW_ROWS * c.draft_stride * 4,
         "RANKED": FEW_ROWS * RANKED_BYTES,
-        "ROW_TABLE": MAX_ROWS * ROW_WORDS * 4,
     }

@@ -1,9 +1,9 @@
 """The decision: from one row of target logits to one token, by one CTA.
 
 Order of the pipeline: bias, temperature, top-k, top-p, min-p, then the race (race.py). Each filter
-keeps a prefix of the tokens in (logit descending, id ascending) order (prefix.py). The definition
-is that of the CPU device (cute_kernels/cpu/sampling.py), the arithmetic too (exact.py): from the
-same logits both give the same token.
+keeps a prefix of the tokens in (logit descending, id ascending) order (prefix_search.py). The
+definition is that of the CPU device (cute_kernels/cpu/sampling.py), the arithmetic too (exact.py):
+from the same logits both give the same token.
 
 A row's token does not depend on which CTA decides it, with how many threads, or on what else the
 step holds. What comes from the row's results (largest logit, its id, log of the sum) is merged in a
@@ -25,29 +25,37 @@ from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.board import ROW_WORDS, Board, Desc, RowWord, Segment
 from cute_kernels.gpu.core import arg, desc_word, note_phase
 from cute_kernels.gpu.prefix import (
+    DONE,
+    GATHER,
+    HISTOGRAM,
     INF,
     LOWEST,
     MAXIMA_AT,
     QUADS,
+    SURVEY,
     W,
     check,
-    end_in_list,
-    entry,
     entry_id,
     entry_value,
-    floor_of_maxima,
     halves,
     joined,
-    list_mass,
     load_quads,
     new_values,
     number,
-    open_search,
     packed,
     put,
     quads,
-    search,
     word,
+)
+from cute_kernels.gpu.prefix_search import (
+    end_in_list,
+    entry,
+    floor_of_maxima,
+    guess,
+    list_mass,
+    open_search,
+    search,
+    widened,
 )
 from cute_kernels.gpu.race import run_race, winner
 from cute_kernels.gpu.sampling_block import MAX_BIAS, MAX_LOGPROBS, offset
@@ -81,6 +89,7 @@ def take_results(k: cutlass.Constexpr, row: Int32):
         bad = Int32(flags != 0) | Int32(largest == -INF)
         put(k, W.FLAGS, bad)
         put(k, W.MAXIMA, Int32(padded_ctas(k)))
+        put(k, W.GUESS, Int32(guess(k.c.ctas)))
         put(k, W.CUT, Float32(-INF))
         put(k, W.LAST, Int32(-1))
         put(k, W.KEPT, Int32(-1))
@@ -149,6 +158,7 @@ def find_largest(k: cutlass.Constexpr, row: Int64):
         put(k, W.LARGEST, largest)
         put(k, W.TOP, entry_id(own))
         put(k, W.MAXIMA, Int32(threads))
+        put(k, W.GUESS, Int32(guess(threads)))
         is_number = Int32(largest >= LOWEST) & Int32(largest < INF)
         put(k, W.FLAGS, 1 - is_number)
     sync.consumer_sync(threads)
@@ -165,7 +175,7 @@ def cut_list(k: cutlass.Constexpr, n: Int32, temperature: Float32, top_p: Float3
     """Warp 0: top-p where the sorted list is all that is left."""
     total = list_mass(k, n, temperature)
     if k.lane == 0:
-        open_search(k, exact.mass_limit(top_p, total), Int32(0))
+        open_search(k, exact.mass_limit(top_p, total), Int32(DONE))
     cute.arch.sync_warp()
     end_in_list(k, n, Int32(1), temperature)
 
@@ -182,13 +192,18 @@ def find_prefix(k: cutlass.Constexpr, row: Int64, limit: Int32, temperature: Flo
             cut_list(k, kept, temperature, top_p)
         sync.consumer_sync(threads)
     else:
-        # of n maxima the limit-th is a good floor while limit is well below n
-        listed = Int32(4 * limit <= 3 * word(k, W.MAXIMA)) & (1 - by_mass)
+        most = word(k, W.GUESS)
+        few = (1 - by_mass) & Int32(limit <= most)
+        state = sync.select_int(few != 0, Int32(GATHER), Int32(HISTOGRAM))
         if k.tid == 0:
-            open_search(k, Int64(limit), listed)
+            state = sync.select_int(by_mass != 0, Int32(SURVEY), state)
+            open_search(k, Int64(limit), state)
+        floor_of_maxima(k, sync.select_int(few != 0, limit, most))
         sync.consumer_sync(threads)
-        if listed != 0:
-            floor_of_maxima(k, limit)
+        if (few | by_mass) == 0:
+            if k.tid == 0:
+                put(k, W.LOW, widened(k, Uint32(word(k, W.LOW))))
+            sync.consumer_sync(threads)
         search(k, row, by_mass, temperature, top_p)
 
 

@@ -2,8 +2,8 @@
 
 Launched with programmatic dependent launch, a kernel starts while the one in front of it still
 runs: it sets up its barriers and streams weights into its ring, and only its consumers wait for
-the data. Nothing is polled; the residual lives in device memory. (Attention alone:
-attention_kernel.py.)
+the data. Nothing is polled but the sums of a team that shares K; the residual lives in device
+memory. (Attention alone: attention_kernel.py.)
 """
 
 import cutlass
@@ -17,7 +17,7 @@ from cute_kernels.gpu.core import Core, arg, carve, init_barriers, memory, place
 from cute_kernels.gpu.gemm import plan_entry, run_phase
 from cute_kernels.gpu.ring import produce
 from cute_kernels.gpu.sync import ptx_read
-from cute_kernels.gpu.tiles import tile_stride
+from cute_kernels.gpu.tiles import Buffers, tile_stride
 
 
 def residual_at(k, residual, tile):
@@ -60,8 +60,11 @@ def consume_phase(k: cutlass.Constexpr, src: Int64, dst: Int64, residual: Int64,
         move_residual(k, residual, tile0, n, False)
         sync.consumer_sync(c.warps * 32)
     stats = head.new_stats()
-    norm = arg(k, Arg.FINAL_NORM)
-    run_phase(k, c.gemm(c.phase), rows, phase, src, dst, norm, stats, zero, zero, zero, zero, zero)
+    parts = arg(k, Arg.FINAL_NORM)
+    if cutlass.const_expr(c.phase == "down"):
+        b = Buffers.of(c)
+        parts = dst + (b.parts - b.x)
+    run_phase(k, c.gemm(c.phase), rows, phase, src, dst, parts, stats, zero, zero, zero, zero, zero)
     if cutlass.const_expr(keeps):
         sync.consumer_sync(c.warps * 32)
         move_residual(k, residual, tile0, n, True)
@@ -72,11 +75,10 @@ def make_phase(c: Config, blocks_per_sm: int = 1):
 
     Arguments: the table arguments.Arg (LAYERS, STREAM, OFFSETS, PLAN, of `lm` FINAL_NORM), src, dst
     (one copy of the activations, or the logits), residual (fp32 [hidden / 8, 16, 8]), phase (index
-    in the plan), rows. blocks_per_sm: 2 lets the next kernel's CTAs become resident before this
-    one's have left. A team cannot share K here: ValueError.
+    in the plan), rows. Where a team shares K of `down`, dst lies in a copy of tiles.Buffers whose
+    `parts` are EMPTY. blocks_per_sm: 2 lets the next kernel's CTAs become resident before this
+    one's have left.
     """
-    if c.team > 1:
-        raise ValueError(f"{c.shape.name}: a phase on its own needs down_split 1, not {c.team}")
 
     @cute.kernel
     def kernel(args: Int64, src: Int64, dst: Int64, residual: Int64, phase: Int32, rows: Int32):

@@ -20,7 +20,6 @@ from cute_kernels.gpu.prefix import (
     QUADS,
     W,
     at,
-    entry,
     entry_id,
     entry_value,
     halves,
@@ -32,6 +31,9 @@ from cute_kernels.gpu.prefix import (
     put,
     quads,
     word,
+)
+from cute_kernels.gpu.prefix_search import (
+    entry,
 )
 from cute_kernels.gpu.sync import ptx_do, ptx_read
 
@@ -59,9 +61,21 @@ def first_reach(k, position, keys):
     return (e * (1.0 + SLACK) + 1e-6) * NUMBERS
 
 
-def limit(z, cut, largest, scale, reach):
-    """A token's number must be below this to beat what set the reach."""
-    return sync.choose(z >= cut, exp2((z - largest) * scale) * reach, 0.0)
+def hopeless_below(largest, temperature, cut, reach):
+    """Tokens below this cannot be in reach with any number (p reach < 1/2), or are not left."""
+    room = LN_2 * (cute.math.log2(reach, fastmath=True) + 1.0)
+    rounding = sync.maximum([largest, -largest]) * 2.0**-22
+    down = temperature * (room * (1.0 + SLACK) + SLACK) + rounding
+    return sync.maximum([cut, largest - down])
+
+
+def mark_if(coin, limit, hits, bit):
+    """hits with that bit set where coin < limit."""
+    return ptx_read(
+        "{ .reg .pred q; .reg .f32 c; cvt.rn.f32.u32 c, {$r0}; setp.lt.f32 q, c, {$r1};"
+        f" mov.b32 {{$w0}}, {{$r2}}; @q or.b32 {{$w0}}, {{$w0}}, {1 << bit}; }}",
+        [Int32], coin, limit, hits,
+    )  # fmt: skip
 
 
 @cute.jit
@@ -111,14 +125,13 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
     while first < items:
         load_items(k, row, first + QUADS * threads, listed, coming, following)
         reach, hits = number(k, W.REACH), Int32(0)
+        low = hopeless_below(largest, temperature, cut, reach)
         for i in cutlass.range_constexpr(QUADS):
-            limits = [limit(now[4 * i + e], cut, largest, scale, reach) for e in range(4)]
-            if sync.maximum(limits) >= 0.5:
+            if sync.maximum([now[4 * i + e] for e in range(4)]) >= low:
                 coins = exact.numbers(blocks[i], position, keys)
                 for e in cutlass.range_constexpr(4):
-                    left = in_prefix(now[4 * i + e], 4 * blocks[i] + e, cut, last)
-                    hit = left & Int32(Float32(coins[e]) < limits[e])
-                    hits = hits | (hit << (4 * i + e))
+                    limit = exp2((now[4 * i + e] - largest) * scale) * reach
+                    hits = mark_if(coins[e], limit, hits, 4 * i + e)
         while hits != 0:
             bit = sync.lowest_bit(hits)
             hits = hits & (hits - 1)
@@ -129,7 +142,8 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
             z = sync.ld_float(row + Int64(token) * 4)
             coin = one_of(exact.numbers(block, position, keys), bit & 3)
             # another thread may have come nearer in the meantime
-            if Float32(coin) < exp2((z - largest) * scale) * number(k, W.REACH):
+            near = Float32(coin) < exp2((z - largest) * scale) * number(k, W.REACH)
+            if near & (in_prefix(z, token, cut, last) != 0):
                 score = exact.score(z, largest, temperature, coin)
                 if is_better(score, token, best, winner) != 0:
                     best, winner = score, token

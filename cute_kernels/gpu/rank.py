@@ -12,12 +12,13 @@ the row predicts: for measuring and for tests. The drafter's logits are then not
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import head, sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.board import Board, Desc
 from cute_kernels.gpu.core import arg, desc_word, note_phase
+from cute_kernels.gpu.fragments import exp2
 from cute_kernels.gpu.rank_plan import (
     IDS,
     LOGPROBS,
@@ -28,9 +29,30 @@ from cute_kernels.gpu.rank_plan import (
     WORDS,
 )
 from cute_kernels.gpu.sync import ptx_read
-from cute_kernels.gpu.topk import top_k
+from cute_kernels.gpu.topk import key_of, top_k, value_of
 
-TOTAL, WRONG = WORDS + 24, WORDS + 28  # logsumexp of the row; 1 where it has none
+NEG_INF = -float("inf")
+TOTAL, WRONG = WORDS + 12, WORDS + 16  # logsumexp of the row; 1 where it has none
+
+
+def log_sum_exp(k, words):
+    """(logsumexp of a row, flags) from its results (head.result_words); the same in every lane.
+    The largest logit first, so that the sums wait for one exponential each."""
+    now = [
+        head.unpacked([words[4 * i + e] for e in range(4)]) for i in range(words.layout.shape // 4)
+    ]
+    there = [k.lane + 32 * i < k.c.ctas for i in range(len(now))]
+    logits = [sync.choose(ok, r[head.LOGIT], NEG_INF) for ok, r in zip(there, now, strict=True)]
+    top = value_of(sync.warp_reduce("max", key_of(sync.maximum(logits))))
+    safe, total, flags = sync.choose(top > NEG_INF, top, 0.0), Float32(0.0), Int32(0)
+    for ok, logit, r in zip(there, logits, now, strict=True):
+        part = r[head.SUM] * exp2((logit - safe) * head.LOG2_E)
+        total = total + sync.choose(ok, part, 0.0)
+        flags = flags | sync.select_int(ok, r[head.FLAGS], Int32(0))
+    for shift in range(5):
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << shift)
+    log_sum = cute.math.log2(total, fastmath=True) * head.LN_2
+    return top + log_sum, Int32(sync.warp_reduce("or", Uint32(flags)))
 
 
 @cute.jit
@@ -39,14 +61,14 @@ def take_results(k: cutlass.Constexpr, row: Int32):
     words, tries, since = head.result_words(k), Int32(0), Int64(0)
     while sync.any_lane_empty(head.ask_results(k, words, row)) != 0:
         tries, since = sync.overdue(tries, since)
-    logit, _, log_sum, flags = head.merge_results(k, words)
+    total, flags = log_sum_exp(k, words)
     cta = k.lane
     while cta < k.c.ctas:
         sync.st_words(head.result_address(k, row, cta), [Uint32(sync.EMPTY)] * 4)
         cta = cta + 32
     sync.fence_gpu()
     if k.lane == 0:
-        sync.sts(k.attention + TOTAL, logit + log_sum)
+        sync.sts(k.attention + TOTAL, total)
         sync.sts_int(k.attention + WRONG, flags)
 
 

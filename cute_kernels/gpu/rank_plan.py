@@ -17,22 +17,26 @@ RANKED_BYTES = LOGPROBS + 4 * RANKS
 SCRIPT_HEAD = 16  # bytes of a script before its first position
 MOST = RANKS - 1  # candidates, and nodes of a tree: its rows are MAX_ROWS with the root
 
-# Shared memory, byte offsets in attention's part. Ranking:
-ROOM = 768  # values that top_k can tell apart from the rest of a row, a multiple of 8
-FOUND = 0  # [ROOM] int64: a value and its column, as one number
-HITS = FOUND + 8 * ROOM  # [ROOM] int32: vectors of the row that hold such values
-HOT = HITS + 4 * ROOM  # [threads] int32: threads whose vectors these are
-SORTED = HITS  # [RANKS] (fp32 value, int32 column), in order; the hits have been read by then
-# The tree:
-TABLE = 0  # [FEW_ROWS][RANKS] fp32: the log-probabilities in use, else -inf
+# Shared memory, byte offsets in attention's part.
+WORDS = 0  # [16]: single values, named by their users
+SORTED = 64  # [RANKS] (fp32 value, int32 column), in order
+HOT = SORTED + 8 * RANKS  # [threads] int32: threads whose vectors hold candidates
+FOUND = HOT + 4 * 320  # [warps][SEGMENT] int64: a value and its column, as one number
+ROOM = 128  # numbers that a warp has room for, more than are ever wanted
+SEGMENT = ROOM + 4  # with what is filled up to whole vectors of pairs
+TABLE = SORTED  # of the tree: [FEW_ROWS][RANKS] fp32: the log-probabilities in use, else -inf
 TUPLES = TABLE + FEW_ROWS * RANKS * 4  # [RANKS] 16 bytes: a row's ranks from 1, the first on top
 ORIGINS = TUPLES + 16 * RANKS  # [RANKS] int32: a row's parent, and its place in TABLE from bit 8 on
-# Both:
-MOST_THREADS = 320
-WORDS = max(HOT + 4 * MOST_THREADS, ORIGINS + 4 * RANKS)  # [8]: single values
-SMEM_BYTES = WORDS + 32
 
-assert 8 * RANKS <= 4 * ROOM and WORDS % 16 == 0
+
+def smem_bytes(warps: int) -> int:
+    """Of attention's part, with that many consumer warps."""
+    return max(FOUND + 8 * SEGMENT * warps, ORIGINS + 4 * RANKS)
+
+
+def hit_bytes(warps: int) -> int:
+    """Of the scratch for partial sums: [warps][SEGMENT] int32, vectors with candidates."""
+    return 4 * SEGMENT * warps
 
 
 def pack_candidates(ids: np.ndarray, logprobs: np.ndarray, widths: np.ndarray) -> np.ndarray:

@@ -496,8 +496,9 @@ def bound_shared(op, addr, v):
 
 # -- whole warps -------------------------------------------------------------------------------
 def warp_reduce(op, v):
-    """op: add, min or max, of unsigned words; the result in every lane."""
-    return ptx_read(f"redux.sync.{op}.u32 {{$w0}}, {{$r0}}, 0xffffffff;", [Uint32], v)
+    """op: add, min, max or or, of unsigned words; the result in every lane."""
+    kind = "b32" if op == "or" else "u32"
+    return ptx_read(f"redux.sync.{op}.{kind} {{$w0}}, {{$r0}}, 0xffffffff;", [Uint32], v)
 
 
 def lanes_where(condition):
@@ -507,6 +508,15 @@ def lanes_where(condition):
         [Uint32],
         Int32(condition),
     )
+
+
+def count_bits(word):
+    return ptx_read("popc.b32 {$w0}, {$r0};", [Int32], word)
+
+
+def bits_below(lane):
+    """A word with the bits of lower lanes."""
+    return ptx_read("{ .reg .b32 b; shl.b32 b, 1, {$r0}; sub.u32 {$w0}, b, 1; }", [Uint32], lane)
 
 
 def lowest_bit(word):

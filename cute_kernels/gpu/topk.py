@@ -17,13 +17,23 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
-from cute_kernels.gpu.rank_plan import FOUND, HITS, HOT, ROOM, SORTED, WORDS
+from cute_kernels.gpu.rank_plan import (
+    FOUND,
+    HOT,
+    ROOM,
+    SEGMENT,
+    SORTED,
+    WORDS,
+    hit_bytes,
+    smem_bytes,
+)
 from cute_kernels.gpu.sync import ptx_read
 
 AT_ONCE, AGAIN_AT_ONCE = 16, 8  # vectors of a thread
 COLUMN_BITS = 18  # of a number: more columns than any vocabulary has
 LOWEST_KEY = 0x00800000  # of the lowest finite value
-N_HOT, N_HITS, N_FOUND, LEAST, MOST = (WORDS + 4 * i for i in range(5))
+N_HOT, LEAST, MOST, COUNTS = WORDS, WORDS + 4, WORDS + 8, WORDS + 24  # COUNTS: one a warp
+TOO_MANY = 4096
 NEG_INF = -float("inf")
 
 
@@ -85,82 +95,90 @@ def own_largest(k: cutlass.Constexpr, row: Int64, columns: Int32):
     return best
 
 
-@cute.jit
-def note_hit(k: cutlass.Constexpr, counter: cutlass.Constexpr):
-    """The place of one more entry of a list, ROOM or more where it is full. A full list is seen
-    before it is counted on: all threads adding to one word would take longer than the pass."""
-    place = sync.lds_int(k.attention + counter)
-    if place < ROOM:
-        place = sync.add_shared(k.attention + counter, Int32(1))
-    elif place == ROOM:
-        sync.sts_int(k.attention + counter, Int32(ROOM + 1))
-    return place
+def noted(k, ok, count):
+    """(place of this lane's entry behind the warp's `count` ones, the new count)."""
+    lanes = sync.lanes_where(ok)
+    place = count + sync.count_bits(lanes & sync.bits_below(k.lane))
+    return place, count + sync.count_bits(lanes)
 
 
 @cute.jit
 def find_hits(k: cutlass.Constexpr, row: Int64, columns: Int32, least: Int64, hot: Int32):
-    """Which vectors of the hot threads can hold numbers from `least` on: at most two more than do,
-    the one at its column and the row's last. A warp takes AGAIN_AT_ONCE threads together, a lane
-    every 32nd of their vectors."""
+    """Which vectors of the hot threads can hold numbers from `least` on, into the warp's HITS; how
+    many, at most two more than do (the one at its column and the row's last). A warp takes
+    AGAIN_AT_ONCE threads together, a lane every 32nd of their vectors."""
     warps, n, floor = k.c.warps, (columns + 3) >> 2, value_of(key_in(least))
-    first = k.wid
+    first, count, hits = k.wid, Int32(0), k.red + k.wid * (4 * SEGMENT)
     while first < hot:
         which = [first + j * warps for j in range(AGAIN_AT_ONCE)]
         at = [sync.lds_int(k.attention + HOT + cutlass.min(j, hot - 1) * 4) for j in which]
         far = Int32(0)
         while far < n:
             here = [i + far + k.lane * (warps * 32) for i in at]
+            there = [(j < hot) & (i < n) for i, j in zip(here, which, strict=True)]
             loaded = [
-                sync.ld_fresh_words_if(Int32((j < hot) & (i < n)), row + Int64(i) * 16)
-                for i, j in zip(here, which, strict=True)
+                sync.ld_fresh_words_if(Int32(ok), row + Int64(i) * 16)
+                for i, ok in zip(here, there, strict=True)
             ]
-            for i, j, words in zip(here, which, loaded, strict=True):
+            for i, ok, words in zip(here, there, loaded, strict=True):
                 top = sync.maximum([sync.as_float(w) for w in words])
-                if top >= floor:
-                    if (j < hot) & (i < n) & (number_of(key_of(top), 4 * i) >= least):
-                        place = note_hit(k, N_HITS)
-                        if place < ROOM:
-                            sync.sts_int(k.attention + HITS + place * 4, i)
+                hit = ok & (top >= floor) & (number_of(key_of(top), 4 * i) >= least)
+                place, count = noted(k, hit, count)
+                if hit & (place < SEGMENT):
+                    sync.sts_int(hits + place * 4, i)
             far = far + 32 * 32 * warps
         first = first + AGAIN_AT_ONCE * warps
+    return count
 
 
 @cute.jit
 def read_hits(k: cutlass.Constexpr, row: Int64, columns: Int32, least: Int64, hits: Int32):
-    """The numbers from `least` on in those vectors."""
-    j = k.tid
-    while j < hits:
-        i = sync.lds_int(k.attention + HITS + j * 4)
+    """The numbers from `least` on in the warp's vectors, into its segment of FOUND; how many."""
+    first, count, to = Int32(0), Int32(0), k.attention + FOUND + k.wid * (8 * SEGMENT)
+    while first < hits:
+        j = first + k.lane
+        at = k.red + k.wid * (4 * SEGMENT) + cutlass.min(j, hits - 1) * 4
+        i = sync.lds_int(at)
         for e, word in enumerate(sync.ld_fresh_words(row + Int64(i) * 16)):
             column = 4 * i + e
             number = number_of(key_of(sync.as_float(word)), column)
-            if (column < columns) & (number >= least):
-                place = note_hit(k, N_FOUND)
-                if place < ROOM:
-                    sync.sts_long(k.attention + FOUND + place * 8, number)
-        j = j + k.c.warps * 32
+            ok = (j < hits) & (column < columns) & (number >= least)
+            place, count = noted(k, ok, count)
+            if ok & (place < ROOM):
+                sync.sts_long(to + place * 8, number)
+        first = first + 32
+    if k.lane < SEGMENT - ROOM:
+        sync.sts_long(to + (cutlass.min(count, Int32(ROOM)) + k.lane) * 8, Int64(0))
+    return count
 
 
 @cute.jit
 def collect(k: cutlass.Constexpr, row: Int64, columns: Int32, least: Int64, largest: Uint32):
-    """The numbers from `least` on, to FOUND in any order; how many, or more than ROOM. largest: the
-    key of this thread's largest value."""
-    threads = k.c.warps * 32
-    if k.tid < 3:
-        sync.sts_int(k.attention + WORDS + k.tid * 4, Int32(0))
-    sync.consumer_sync(threads)
-    if largest >= key_in(least):
-        place = sync.add_shared(k.attention + N_HOT, Int32(1))
+    """The numbers from `least` on, to FOUND in any order; how many, or TOO_MANY and more where a
+    warp has found more than it has room for. largest: the key of this thread's largest value."""
+    threads, is_hot = k.c.warps * 32, largest >= key_in(least)
+    place, mine = noted(k, is_hot, Int32(0))
+    base = Int32(0)
+    if k.lane == 0:
+        base = sync.add_shared(k.attention + N_HOT, mine)
+    place = place + cute.arch.shuffle_sync(base, 0)
+    if is_hot:
         sync.sts_int(k.attention + HOT + place * 4, k.tid)
     sync.consumer_sync(threads)
-    find_hits(k, row, columns, least, sync.lds_int(k.attention + N_HOT))
+    hits = find_hits(k, row, columns, least, sync.lds_int(k.attention + N_HOT))
+    cute.arch.sync_warp()
+    count = read_hits(k, row, columns, least, cutlass.min(hits, Int32(SEGMENT)))
+    if (hits > SEGMENT) | (count > ROOM):
+        count = Int32(TOO_MANY)
+    if k.lane == 0:
+        sync.sts_int(k.attention + COUNTS + k.wid * 4, count)
     sync.consumer_sync(threads)
-    hits = sync.lds_int(k.attention + N_HITS)
-    read_hits(k, row, columns, least, cutlass.min(hits, ROOM))
-    sync.consumer_sync(threads)
-    found = sync.lds_int(k.attention + N_FOUND)
-    if hits > ROOM:
-        found = Int32(ROOM + 1)
+    found = Uint32(0)
+    if k.lane < k.c.warps:
+        found = sync.lds_word(k.attention + COUNTS + k.lane * 4)
+    if k.tid == 0:
+        sync.sts_int(k.attention + N_HOT, Int32(0))
+    found = Int32(sync.warp_reduce("add", found))
     sync.consumer_sync(threads)
     return found
 
@@ -174,6 +192,7 @@ def bound(k: cutlass.Constexpr, largest: Uint32, want: Int32):
     if k.tid == 0:
         sync.sts_int(k.attention + LEAST, Uint32(0xFFFFFFFF))
         sync.sts_int(k.attention + MOST, Uint32(0))
+        sync.sts_int(k.attention + N_HOT, Int32(0))
     sync.consumer_sync(threads)
     larger, at = Int32(0), base
     while at < base + threads * 4:
@@ -191,25 +210,41 @@ def bound(k: cutlass.Constexpr, largest: Uint32, want: Int32):
 
 
 @cute.jit
-def sort_found(k: cutlass.Constexpr, n: Int32, want: Int32):
-    """The first `want` of FOUND's n numbers to SORTED, as (value, column)."""
-    threads, base = k.c.warps * 32, k.attention + FOUND
-    if k.tid < (-n & 7):
-        sync.sts_long(base + (n + k.tid) * 8, Int64(0))
-    sync.consumer_sync(threads)
-    mine_at = k.tid
-    while mine_at < n:
-        mine, before, at = sync.lds_long(base + mine_at * 8), Int32(0), base
-        while at < base + n * 8:
-            for j in cutlass.range_constexpr(4):
-                for other in sync.lds_longs(at + 16 * j):
-                    before = before + Int32(other > mine)
-            at = at + 64
-        if before < want:
-            to = k.attention + SORTED + before * 8
-            sync.sts_pair(to, value_of(key_in(mine)), sync.as_float(column_in(mine)))
-        mine_at = mine_at + threads
-    sync.consumer_sync(threads)
+def sort_found(k: cutlass.Constexpr, want: Int32):
+    """The first `want` of all numbers found to SORTED, as (value, column): a warp finds the places
+    of its own, two a lane together."""
+    base, first = k.attention + FOUND, Int32(0)
+    own = base + k.wid * (8 * SEGMENT)
+    mine_of = sync.lds_int(k.attention + COUNTS + k.wid * 4)
+    while first < mine_of:
+        mine, before = [], [Int32(0), Int32(0)]
+        for i in (first + k.lane, first + k.lane + 32):
+            mine.append(sync.lds_long(own + cutlass.min(i, mine_of - 1) * 8))
+        for warp in cutlass.range(k.c.warps, unroll=1):
+            at = base + warp * (8 * SEGMENT)
+            end = at + sync.lds_int(k.attention + COUNTS + warp * 4) * 8
+            while at < end:
+                for half in cutlass.range_constexpr(2):
+                    for other in sync.lds_longs(at + 16 * half):
+                        before = [b + Int32(other > m) for b, m in zip(before, mine, strict=True)]
+                at = at + 32
+        for j in cutlass.range_constexpr(2):
+            if (first + k.lane + 32 * j < mine_of) & (before[j] < want):
+                to = k.attention + SORTED + before[j] * 8
+                sync.sts_pair(to, value_of(key_in(mine[j])), sync.as_float(column_in(mine[j])))
+        first = first + 64
+    sync.consumer_sync(k.c.warps * 32)
+
+
+def check_room(c):
+    """At trace time."""
+    plan, warps = c.smem_plan(), c.warps
+    for part, needed in (("attention", smem_bytes(warps)), ("partial sums", hit_bytes(warps))):
+        if plan.get(part, 0) < needed:
+            raise ValueError(
+                f"{c.shape.name}: ranking needs {needed} B of shared memory for {part!r}, of which"
+                f" the plan has {plan.get(part, 0)}"
+            )
 
 
 @cute.jit
@@ -223,6 +258,7 @@ def top_k(k: cutlass.Constexpr, row: Int64, columns: Int32, want: Int32):
     no +inf among the columns. Uses SMEM_BYTES of attention's part, from before the call until the
     caller's next `consumer_sync` behind its own reads of SORTED.
     """
+    check_room(k.c)
     largest = key_of(own_largest(k, row, columns))
     least, most = bound(k, largest, want)
     low = number_of(sync.larger(least, Uint32(LOWEST_KEY)), Int32(0x3FFFF))
@@ -231,10 +267,10 @@ def top_k(k: cutlass.Constexpr, row: Int64, columns: Int32, want: Int32):
     while searching:
         n = collect(k, row, columns, at, largest)
         searching = Boolean(False)
-        if n > ROOM:
+        if n >= TOO_MANY:
             low, narrowing, searching = at, Boolean(True), Boolean(True)
         elif narrowing & (n < want):
             high, searching = at, Boolean(True)
         at = low + ((high - low) >> 1)
-    sort_found(k, n, want)
+    sort_found(k, want)
     return cutlass.min(n, want)

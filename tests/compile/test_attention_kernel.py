@@ -33,3 +33,15 @@ def test_attention_kernel(name):
         assert "elect.sync" in ptx[max(0, m.start() - 1500) : m.start()]
     # words are the only thing polled, and no load of them may come from the first-level cache
     assert not re.search(r"ld\.(volatile|acquire)", ptx)
+
+
+@pytest.mark.parametrize("name", ["attention-smollm2-135m", *SLOW])
+def test_drafters_attention_kernel(name):
+    from cute_kernels.gpu.attention_kernel import make_attention
+
+    c = ATTENTION[name]
+    launcher, args, _ = make_attention(c, "draft_attention")
+    ptx, cubin, _ = build.compile_kernel(launcher, args, c.arch)
+    used = build.resources(cubin)
+    assert used["local"] == 0 and used["stack"] <= SPILL[c.shape.head_dim], "registers spill"
+    assert not re.search(r"st\.global\.v4\.b32", ptx)  # a block's K and V go to no page

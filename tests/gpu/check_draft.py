@@ -7,7 +7,7 @@ are given 16 at a time; the target's own rows then leave theirs (a chain of 8), 
 and 5 are accepted, and a block is drafted behind them. Relative L2 errors against fp32: `taps` the
 stored features (over torch in bf16), then ours/torch's of the raw keys and values, the keys in the
 pages, the values there, and the block's logits; what must be equal to the bit; and microseconds of
-the step's parts from its gate.
+the step's parts.
 """
 
 import pathlib

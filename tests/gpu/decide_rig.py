@@ -24,7 +24,7 @@ def results_of(logits: torch.Tensor, c: Config) -> torch.Tensor:
     out = torch.full((len(logits), MAX_CTAS, 4), -1, dtype=torch.int32, device="cuda")
     ids = torch.arange(logits.shape[1], device="cuda", dtype=torch.int32)
     for cta, (z, i) in enumerate(zip(logits.tensor_split(c.ctas, 1), ids.tensor_split(c.ctas))):
-        top = z.nan_to_num(nan=float("-inf")).amax(1)
+        top = torch.where(z.isnan(), float("-inf"), z).amax(1)
         first = torch.where(z == top[:, None], i, 2**31 - 1).amin(1)
         safe = torch.where(top > float("-inf"), top, 0)
         total = torch.exp2((z - safe[:, None]) * LOG2_E).sum(1)

@@ -1,6 +1,7 @@
 """A drafter on the GPU beside a random target, and the torch module it is compared with."""
 
 import importlib
+import itertools
 import json
 import pathlib
 import struct
@@ -135,7 +136,9 @@ class DraftCase:
             DRAFT_COLUMNS=self.shape.columns or s.vocab,
         )  # fmt: skip
         held = packed | self.buffers | dict(DRAFT_KV=self.pool) | numbers
-        self.rig = Rig(kernel, c, held, self.ctx)
+        phases = 4 * s.layers + 1 + self.shape.phases
+        self.times = torch.zeros(c.ctas, phases, 4, dtype=torch.int64, device="cuda")
+        self.rig = Rig(kernel, c, held | dict(TIMES=self.times), self.ctx)
         self.phases = draft_phases(s.layers, len(config.taps), config.layers)
         gen = torch.Generator("cuda").manual_seed(seed)
         size = (n, len(config.taps), s.hidden)
@@ -173,10 +176,14 @@ class DraftCase:
         return flat[:rows, : self.shape.columns or self.c.shape.vocab].clone()
 
     def stamps(self) -> dict[str, float]:
-        """Microseconds of the last DRAFT step, from its gate."""
+        """Microseconds of the parts of the last DRAFT step behind compaction (whose begin is lost:
+        the gate's stamp is the next step's)."""
         at = self.rig.board[Board.STAMP : Board.STAMP + 32].cpu().numpy().view(np.int64)
         kinds = (Stamp.COMPACTED, Stamp.CONTEXT, Stamp.DRAFTED, Stamp.RANKED, Stamp.TREE)
-        return {kind.name.lower(): (at[kind] - at[Stamp.GATE]) / 1000 for kind in kinds}
+        return {
+            kind.name.lower(): (at[kind] - at[before]) / 1000
+            for before, kind in itertools.pairwise(kinds)
+        }
 
     # -- what torch says
     def forward(self, module: DrafterModule, features: torch.Tensor, block: list[int]):

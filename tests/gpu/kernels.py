@@ -48,6 +48,12 @@ def drafting() -> dict[str, Config]:
     return {"draft-smollm2-135m": product(own)} | found
 
 
+def drafting_timed() -> dict[str, Config]:
+    """Two of them with the times of every phase: experiments/gpu_draft_phases.py."""
+    names = ("draft-smollm2-135m", "draft-llama-3.2-1b")
+    return {f"{name}-phases": dataclasses.replace(drafting()[name], timing=True) for name in names}
+
+
 def prompts() -> dict[str, tuple[Config, Callable]]:
     """The prompt segment ("all") and its parts, by file name."""
     from cute_kernels.gpu.prompt_kernel import make_prompt
@@ -92,7 +98,7 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
     }
     for name, (c, make) in prompts().items():
         makers[name] = partial(build.build, f"{name} {c}", make, c.arch, cache)
-    for name, c in (scripted() | drafting() | timed()).items():
+    for name, c in (scripted() | drafting() | drafting_timed() | timed()).items():
         makers[name] = partial(build.build_kernel, c, "script", cache)
     for name in names or makers:
         start = time.perf_counter()

@@ -75,4 +75,4 @@ def test_drawn_tokens_are_the_cpu_devices(rig, rows):
         for row in range(rows):  # a chain: row i's token comes behind position COMMITTED + i
             token, logprob = choose(logits[row], record, COMMITTED + row + 1)
             assert out["token"][0, row] == token
-            assert abs(out["logprob"][0, row] - logprob) < 1e-5
+            assert abs(out["logprob"][0, row] - logprob) < 5e-5  # the CPU's sum is in fp32

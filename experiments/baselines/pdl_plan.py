@@ -1,0 +1,29 @@
+"""The forms of the phases that stand as kernels of their own in a graph. Free of cutlass."""
+
+from __future__ import annotations
+
+from cute_kernels.gpu.config import Config, product
+
+MODELS = ("smollm2-135m", "llama-3.2-1b")
+# Stages of the ring and CTAs that fit an SM: with half the ring and two CTAs the next kernel is
+# resident before this one has left, which pays for the small model (measured: handoffs/README.md).
+MATRICES: dict[str, tuple[dict, int]] = {
+    "smollm2-135m": (dict(stage_bytes=9216, stages=8), 2),
+    "llama-3.2-1b": (dict(stages=11), 1),
+}
+ATTENTION: dict[str, tuple[dict, int]] = {
+    "smollm2-135m": (dict(stages=4), 2),
+    "llama-3.2-1b": (dict(stages=6), 1),
+}
+
+
+def phase_config(model: str, phase: str = "qkv") -> Config:
+    """Of a matrix as a kernel of its own."""
+    return product(
+        model, phase=phase, attention=False, prompt=False, setmaxnreg=False, **MATRICES[model][0]
+    )
+
+
+def attention_config(model: str) -> Config:
+    """Of attention; tiles, columns and parts lie as in the matrices' kernels."""
+    return product(model, prompt=False, setmaxnreg=False, **ATTENTION[model][0])

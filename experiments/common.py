@@ -1,0 +1,98 @@
+"""What the experiments' scripts share: their command line, their result file, their plots.
+
+A result file is experiments/results/NAME.json: `about` (the command), `device` (a GPU's name or
+`cpu`), where the figures come from (provenance.py), then the experiment's own fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from experiments.provenance import provenance
+
+RESULTS = Path(__file__).parent / "results"
+PICTURES = Path(__file__).parent / "pictures"
+HATCHES = ("", "///", "...", "xx", "--", "\\\\\\", "oo", "++")
+LINES = ("-", "--", ":", "-.")
+MARKS = ("o", "s", "^", "x", "D", "v")
+
+
+def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """The options that all of them have; the first line of the script's docstring on top."""
+    made = argparse.ArgumentParser(
+        description=(doc or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    made.add_argument(
+        "--json", type=Path, default=RESULTS / f"{name}.json", help="where the result goes"
+    )
+    made.add_argument("--quick", action="store_true", help="fewer cases and rounds")
+    return made
+
+
+def default_device() -> str:
+    """`cuda` where torch sees a GPU, else `cpu`."""
+    try:
+        import torch
+    except ImportError:
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def need_gpu(name: str, also: str = "") -> None:
+    """Leave with a message for people where there is no GPU. also: what else the script needs."""
+    if default_device() == "cpu":
+        more = f" It also needs {also}." if also else ""
+        raise SystemExit(f"{name} measures an NVIDIA GPU; torch sees none here.{more}")
+
+
+def quiet() -> None:
+    """Silence the warnings of libraries that a table should not be cut by."""
+    warnings.filterwarnings("ignore", message="To copy construct from a tensor")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def save(name: str, path: Path, device: str, fields: dict[str, Any], quick: bool = False) -> None:
+    """Write a result file."""
+    origin = provenance()
+    result = {
+        "about": f"python -m experiments.{name}" + (" --quick" if quick else ""),
+        "device": origin.get("gpu", "cuda") if device == "cuda" else "cpu",
+        **origin,
+        **fields,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+
+
+def picture(name: str, title: str, x: str, y: str, size: tuple[float, float] = (6.4, 3.6)) -> Any:
+    """(figure, axes) in the projects' one style: grey, thin, readable in black and white."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": name, "font.size": 9, "hatch.linewidth": 0.5})
+    figure, axes = plt.subplots(figsize=size)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def keep(figure: Any, name: str) -> Path:
+    """Write a picture where the report looks for it; the same bytes for the same figures."""
+    PICTURES.mkdir(exist_ok=True)
+    path = PICTURES / f"{name}.svg"
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    import matplotlib.pyplot as plt
+
+    plt.close(figure)
+    return path

@@ -1,0 +1,179 @@
+"""DRAM, SMs and tensor pipe over time, sampled every 5 us: where is the GPU idle, and how long?
+
+    python -m experiments.dram_trace [--kernels DIR] [--models llama-3.1-8b smollm2-135m]
+
+Each contender decodes for some 50 ms at N rows behind a context of --context positions: a host's
+loop over captured graphs, the same fused, a whole step in one graph, the persistent kernel. Beside
+them, in the same run, a stream of plain reads and one of copies; the better of the two is what the
+means are a share of. The tensor pipe comes from a second run, since it does not fit the same pass.
+The megakernel is parked while the sampler is set up: calls beside a resident kernel could wait for
+it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from experiments import pm_sampling
+from experiments.baseline_steps import COMMITTED, FORMS, forget, setup_of
+from experiments.baselines import make
+from experiments.baselines.models import OnDevice, open_model
+from experiments.common import need_gpu, parser, quiet, save
+from experiments.pm_sampling import DRAM, SM, TENSOR, Trace
+
+MODELS = ("smollm2-135m", "llama-3.1-8b")
+SHOWN = (
+    "graph_host_tree", "graph_host_tree, split-KV, fused", "graph_whole_step, split-KV, fused",
+)  # fmt: skip
+SECONDS = 0.05
+EXCERPT = 1200  # samples kept for the picture: 6 ms
+
+
+def record(work: Callable[[], Any]) -> dict[str, Any]:
+    """Two passes over a contender: figures, and an excerpt from the middle of the first."""
+    trace = pm_sampling.sample(work, [DRAM, SM]).busy()
+    row: dict[str, Any] = {"dram": trace.figures(DRAM), "sm_active": trace.figures(SM)}
+    middle = max((len(trace.start) - EXCERPT) // 2, 0)
+    cut = slice(middle, middle + EXCERPT)
+    row["excerpt_us"] = ((trace.start[cut] - trace.start[cut][0]) / 1e3).round(1).tolist()
+    row["excerpt_dram"] = trace.column(DRAM)[cut].round(1).tolist()
+    row["excerpt_sm"] = trace.column(SM)[cut].round(1).tolist()
+    if (tensor := tensor_pass(work)) is not None:
+        row["tensor"] = tensor.figures(tensor.metrics[0])
+        row["tensor"]["metric"] = tensor.metrics[0]
+    return row
+
+
+def tensor_pass(work: Callable[[], Any]) -> Trace | None:
+    """The first tensor metric that this chip knows, or None."""
+    for metric in TENSOR:
+        try:
+            return pm_sampling.sample(work, [metric, SM]).busy()
+        except (ValueError, RuntimeError):
+            continue
+    return None
+
+
+def streams() -> dict[str, dict[str, Any]]:
+    """Plain reads, and copies."""
+    source = torch.empty(8 << 30, dtype=torch.uint8, device="cuda").fill_(1)
+    target = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+    words = source.view(torch.float32)
+
+    def read() -> None:
+        for _ in range(8):
+            words.amax()
+        torch.cuda.synchronize()
+
+    def copy() -> None:
+        for _ in range(16):
+            target.copy_(source[: 4 << 30])
+        torch.cuda.synchronize()
+
+    return {"reads": record(read), "copies": record(copy)}
+
+
+def contenders(model: str, args: Any) -> dict[str, dict[str, Any]]:
+    weights, drafter = open_model(model, "cuda")
+    rounded = OnDevice(weights, "cuda", torch.bfloat16)
+    out: dict[str, dict[str, Any]] = {}
+    for form in args.forms:
+        most = 4096  # steps, for the caches' size
+        ctx = args.context + most * COMMITTED
+        rival = make(
+            FORMS[form][0], setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1)
+        )
+        rival.pretend(args.context, 400)
+        for _ in range(5):
+            rival.step()
+
+        def decode(rival: Any = rival) -> None:
+            rival.core._begin(args.context)
+            rival.begin(args.context)
+            begun = time.perf_counter()
+            while time.perf_counter() - begun < SECONDS and rival.length < args.context + 1500:
+                rival.step()
+            rival.finish()
+
+        out[form] = record(decode)
+        say(model, form, out[form])
+        del rival, decode
+        forget()
+    return out
+
+
+def megakernel(model: str, args: Any) -> dict[str, Any]:
+    from experiments.megakernel import Megakernel
+
+    new = args.new_tokens
+    with Megakernel(model, args.context + 2 * new, args.kernels, args.rows - 1) as kernel:
+        kernel.open(args.context, new, 0.8)
+        kernel.run(new)
+        assert kernel.engine is not None
+
+        def decode() -> None:
+            kernel.run(new)
+            kernel.engine.park()
+
+        kernel.engine.park()
+        row = record(decode)
+        row["step"] = kernel.run(new)
+    say(model, "megakernel", row)
+    return row
+
+
+def say(model: str, form: str, row: dict[str, Any]) -> None:
+    d = row["dram"]
+    print(
+        f"{model:14s} {form:36s} DRAM {d['mean_percent']:5.1f} %, idle {d['idle_share']:6.2%} of "
+        f"{d['samples']} samples, longest gap {d['longest_gap_us']:7.1f} us, "
+        f"SMs active {row['sm_active']['mean_percent']:5.1f} %, "
+        f"tensor {row.get('tensor', {}).get('mean_percent', float('nan')):.1f} %",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Command line."""
+    made = parser(__doc__, "dram_trace")
+    made.add_argument("--models", nargs="+", default=list(MODELS))
+    made.add_argument("--context", type=int, default=1024)
+    made.add_argument("--forms", nargs="*", default=list(SHOWN), choices=list(FORMS))
+    made.add_argument("--rows", type=int, default=16)
+    made.add_argument("--new-tokens", type=int, default=256)
+    made.add_argument("--kernels", help="kernels built beforehand; without, the rivals alone")
+    args = made.parse_args()
+    need_gpu("dram_trace", "cupti-python and nvidia-cuda-cupti")
+    quiet()
+    args.device = "cuda"
+    torch.zeros(1, device="cuda")
+    plain = streams()
+    forget()
+    best = max(row["dram"]["mean_percent"] for row in plain.values())
+    fields: dict[str, Any] = {
+        "context": args.context, "rows": args.rows, "interval_us": 5, "streams": plain,
+        "stream_mean_percent": best, "models": {}, "failed": {},
+    }  # fmt: skip
+    for row in plain.items():
+        say("", *row)
+    for model in args.models:
+        fields["models"][model] = contenders(model, args) if args.forms else {}
+        save("dram_trace", args.json, "cuda", fields, args.quick)
+        if args.kernels:
+            try:
+                fields["models"][model]["megakernel"] = megakernel(model, args)
+            except Exception as error:  # the rivals' traces stand for themselves
+                fields["failed"][model] = f"{type(error).__name__}: {error}"
+                print(f"{model}, megakernel: {fields['failed'][model]}", flush=True)
+        for row in fields["models"][model].values():
+            row["dram"]["of_the_stream"] = row["dram"]["mean_percent"] / best
+        save("dram_trace", args.json, "cuda", fields, args.quick)
+        forget()
+
+
+if __name__ == "__main__":
+    main()
