@@ -7,9 +7,10 @@ follows. Logits tie on purpose, and a digest of BAD is a NaN. The drafter says w
 position tells it: at each depth some candidates, all of them children of the one that the depth
 before goes on with. What was not told to the drafter (CONTEXT) spoils the digest.
 
-Arguments: the kernel's table. SPARE holds per CTA `echo_rules.state_words` of memory, of CTX
-positions, then PLANT (1 + the CTA that is to hang; 0: none); SPARE_TOO is CTX; DRAFT_SCRIPT is the
-drafter's script, int32 [positions, SCRIPT_WORDS].
+Arguments: the kernel's table. SPARE holds per CTA `echo_rules.state_words` words, then PLANT: 1 +
+the CTA that is to hang, 0 for none, and from bit 16 on the Segment that it hangs in, 0 for any.
+SPARE_TOO is the context's length, DRAFT_SCRIPT what the drafter says: int32 [positions,
+SCRIPT_WORDS].
 """
 
 from types import SimpleNamespace
@@ -273,8 +274,9 @@ def _run_model(k: cutlass.Constexpr, own: Int64, plant: Int64):
             sync.nap(200)
         kind = _word(k, Desc.KIND)
         sync.st_word(phase_at, Uint32(1 + PHASE))
-        if Int32(sync.ld_word(plant)) == k.bid + 1:
-            if kind != int(Segment.LEAVE):
+        planted = Int32(sync.ld_word(plant))
+        if (planted & 0xFFFF) == k.bid + 1:
+            if (kind == planted >> 16) | ((planted >> 16 == 0) & (kind != int(Segment.LEAVE))):
                 tries, since = Int32(0), Int64(0)
                 while running != 0:
                     tries, since = sync.overdue(tries, since)

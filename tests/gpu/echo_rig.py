@@ -123,10 +123,11 @@ class Rig:
         )  # fmt: skip
         self.link = Link(self.wire, self.device, first_sequence=first, deadline_s=deadline_s)
 
-    def plant(self, cta):
-        """Make a CTA hang in its next step; the kernel must be parked."""
-        self.own[-1] = 1 + cta
-        torch.cuda.synchronize()
+    def plant(self, cta, kind=0):
+        """Make a CTA hang in its next step, or in its next one of that Segment."""
+        with self.link.parked():
+            self.own[-1] = 1 + cta + (kind << 16)
+            torch.cuda.synchronize()
 
     def play(self, said):
         """What the drafter says from now on: {position: (candidates, which of them goes on)}."""

@@ -270,8 +270,7 @@ HANG = """
     from host.errors import DeviceError
     rig = Rig(Kernel.read(pathlib.Path(sys.argv[1]) / "echo"))
     rig.submit(prompt(10), 5).wait()
-    with rig.link.parked():
-        rig.plant(77)
+    rig.plant(77)
     start = time.monotonic()
     try:
         rig.submit(prompt(int(sys.argv[2])), 5).wait()
