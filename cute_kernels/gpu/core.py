@@ -70,11 +70,12 @@ class Core:
     A DRAFT step, in order, all of it by consumer warps of all CTAs unless said:
         compact.compact(k): target KV of the accepted rows to their places. Row ACCEPTED[i] of the
         last step, at position POSITION - CONTEXT + ACCEPTED[i], becomes POSITION - CONTEXT + i.
-        context.run_context(...): fc over the features of rows ACCEPTED[i], ckv, a grid barrier,
-        keys and values of the new positions of all drafter layers into DRAFT_KV, a grid barrier.
+        context.run_context(k, stage, parity, which) -> those three: fc over the features of rows
+        ACCEPTED[i], ckv, a grid barrier, keys and values of the new positions of all drafter layers
+        into DRAFT_KV. The producer waits until all CTAs have written theirs (context.wait_keys).
         Then the block's rows (TOKEN: the anchor, then MASK; ROWS of them; 0: none, and the step
         ends here) through the drafter's layers, like a DECODE step's through the target's, with
-        draft_attention in the place of attention (same five functions), into DRAFT_LOGITS.
+        draft_attention in the place of attention (same functions), into DRAFT_LOGITS.
         head.publish_results, as in a DECODE step.
         rank.rank_rows(k): CTA r waits for the results of row r, sets them back to EMPTY and, if the
         row predicts (r >= FIRST_DRAFTED), finds its candidates, writes them to RANKED of position
@@ -82,10 +83,9 @@ class Core:
         tree.grow_tree(k): CTA 0 waits for the ranks, writes ROW_TABLE, TREE_ROWS, then TREE_TAG.
     Behind the head of a DECODE or ROWS step with DECIDE, decide.decide_rows(k): CTA r waits for the
     results of row r, sets them back to EMPTY and writes DECISION of the row.
-    A ROWS step: verify.run_rows(k, stage, parity) -> (stage, parity), consumer warps, up to and
-    with publishing the results of all rows; verify.produce_rows(k, stage, parity, issued, landed,
-    landed_parity) -> those five: the producer. Its rows are those of ROW_TABLE, row i's key and
-    value at position POSITION + i; outputs are the bits of a DECODE step's.
+    A ROWS step goes through prompt.run_prompt too (kind), up to and with publishing the results of
+    all rows. Its rows are those of ROW_TABLE, row i's key and value at position POSITION + i;
+    outputs are the bits of a DECODE step's.
     Features: behind the tapped layers of DECODE, ROWS and PROMPT, row i of the step as bf16 into
     row i of FEATURES.
     Whoever waits for words of another CTA and then publishes puts `sync.fence_gpu()` in between.

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cute_kernels.gpu import build, probes
+from cute_kernels.gpu import build, probes, sync
 from cute_kernels.gpu.board import Desc, Segment
 from cute_kernels.gpu.config import SHAPES, product
 from cute_kernels.gpu.script import decode_step
@@ -50,6 +50,16 @@ def test_kernel_builds(name, arch, service, cache):
     assert "atom.global" not in a.ptx  # results do not depend on the order of arrival
     # every wait of a step has a deadline: as many traps as loops that poll
     assert a.ptx.count("trap;") >= 10
+
+
+def test_without_a_drafter_its_code_is_left_out(cache):
+    drafting = f"bar.arrive {int(sync.Barrier.DRAFTING)}, 64"
+    small = dataclasses.replace(SHAPES["odd-768"], layers=2)
+    whole, alone = (
+        build.build_kernel(product(small, draft=draft), "script", cache) for draft in (True, False)
+    )
+    assert drafting in whole.ptx and drafting not in alone.ptx
+    assert len(alone.ptx) < 0.8 * len(whole.ptx)
 
 
 @pytest.mark.parametrize("phase", ["qkv", "down", "lm"])
