@@ -1,9 +1,9 @@
 """The decision: from one row of target logits to one token, by one CTA.
 
 Order of the pipeline: bias, temperature, top-k, top-p, min-p, then the race (race.py). Each filter
-keeps a prefix of the tokens in (logit descending, id ascending) order (prefix.py). The definition
-is that of the CPU device (cute_kernels/cpu/sampling.py), the arithmetic too (exact.py): from the
-same logits both give the same token.
+keeps a prefix of the tokens in (logit descending, id ascending) order (prefix_search.py). The
+definition is that of the CPU device (cute_kernels/cpu/sampling.py), the arithmetic too (exact.py):
+from the same logits both give the same token.
 
 A row's token does not depend on which CTA decides it, with how many threads, or on what else the
 step holds. What comes from the row's results (largest logit, its id, log of the sum) is merged in a
@@ -35,25 +35,27 @@ from cute_kernels.gpu.prefix import (
     SURVEY,
     W,
     check,
-    end_in_list,
-    entry,
     entry_id,
     entry_value,
-    floor_of_maxima,
-    guess,
     halves,
     joined,
-    list_mass,
     load_quads,
     new_values,
     number,
-    open_search,
     packed,
     put,
     quads,
+    word,
+)
+from cute_kernels.gpu.prefix_search import (
+    end_in_list,
+    entry,
+    floor_of_maxima,
+    guess,
+    list_mass,
+    open_search,
     search,
     widened,
-    word,
 )
 from cute_kernels.gpu.race import run_race, winner
 from cute_kernels.gpu.sampling_block import MAX_BIAS, MAX_LOGPROBS, offset

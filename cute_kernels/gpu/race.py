@@ -20,7 +20,6 @@ from cute_kernels.gpu.prefix import (
     QUADS,
     W,
     at,
-    entry,
     entry_id,
     entry_value,
     halves,
@@ -32,6 +31,9 @@ from cute_kernels.gpu.prefix import (
     put,
     quads,
     word,
+)
+from cute_kernels.gpu.prefix_search import (
+    entry,
 )
 from cute_kernels.gpu.sync import ptx_do, ptx_read
 

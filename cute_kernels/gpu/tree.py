@@ -5,11 +5,11 @@ its arithmetic: a score is the parent's plus a log-probability, one fp32 additio
 descending, rank tuple ascending, a prefix before its extensions); -inf is never opened.
 
 Row p of the tree stands for its next child that is not in the tree yet: at first that of rank 1,
-then, as they are taken, the next sibling. So a row has one open prefix at most, lane p mod 32 keeps
-it in registers (slot p / 32), and a turn is: the largest score of a lane's slots, of the warp, who
-has it; that child is row n, and two prefixes open in place, its next sibling in slot p and its
-first child in slot n. Only of equal scores are rank tuples compared, which rows keep in shared
-memory, a byte a rank from the top as in the CPU's keys.
+then, as they are taken, the next sibling. So a row has one open prefix at most, whose score lane
+p mod 32 keeps as a key in a register (slot p / 32), and a turn is: the largest key of a lane's
+slots, of the warp, who has it; that child is row n, and two prefixes open in place, its next
+sibling in slot p and its first child in slot n. Only of equal scores are rank tuples compared,
+which rows keep in shared memory, a byte a rank from the top as in the CPU's keys.
 
 Log-probabilities lie in shared memory as TABLE[position][rank]; what is not in use is -inf there
 (ranks behind the last candidate, positions behind the last, a position with NaN or +inf), and a
@@ -18,7 +18,7 @@ score of -inf is no prefix: nothing else ends siblings, children or the tree.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
@@ -73,12 +73,13 @@ def load_position(k: cutlass.Constexpr, d: Int32, used: Int32):
 
 
 # -- growth --------------------------------------------------------------------------------------
-def first_of_equals(k, key, at, best):
+def first_of_equals(k, key, best):
     """The row whose open prefix comes first among those of score `best`, by rank tuple."""
     base, words, alive = k.attention + TABLE, [], []
     for s in range(SLOTS):
-        tuple_ = sync.lds_words(k.attention + TUPLES + (32 * s + k.lane) * 16)
-        place = at[s] - base
+        row = 32 * s + k.lane
+        tuple_ = sync.lds_words(k.attention + TUPLES + row * 16)
+        place = sync.lds_int(k.red + row * 16) - base
         d, rank = place >> 9, Uint32((place & 511) >> 2) + 1
         mine = rank << Uint32(24 - 8 * (d & 3))
         words.append([sync.select((d >> 2) == j, w | mine, w) for j, w in enumerate(tuple_)])
@@ -96,76 +97,80 @@ def first_of_equals(k, key, at, best):
     return Int32(sync.warp_reduce("add", row))
 
 
-def largest_slot(k, key, score, at):
-    """(key, row, row's score, address of the log-probability) of this lane's best open prefix."""
-    best = [key[0], k.lane, score[0], at[0]]
+def largest_slot(k, key):
+    """(key, row) of this lane's best open prefix."""
+    best, row = key[0], k.lane
     for s in range(1, SLOTS):
-        better = key[s] > best[0]
-        best[1] = sync.select_int(better, 32 * s + k.lane, best[1])
-        best[2] = sync.choose(better, score[s], best[2])
-        best[3] = sync.select_int(better, at[s], best[3])
-        best[0] = sync.larger(best[0], key[s])
-    return best
+        row = sync.select_int(key[s] > best, 32 * s + k.lane, row)
+        best = sync.larger(best, key[s])
+    return best, row
+
+
+def note_row(k, row, ranks, n, place):
+    """One lane: what remains of row n, the child of `row`, whose ranks are given, with the
+    log-probability at `place`."""
+    at = place - (k.attention + TABLE)
+    d, rank = at >> 9, ((Uint32(at) & Uint32(511)) >> Uint32(2)) + Uint32(1)
+    mine = rank << Uint32(24 - 8 * (d & 3))
+    ranks = [sync.select((d >> 2) == j, w | mine, w) for j, w in enumerate(ranks)]
+    sync.sts_words(k.attention + TUPLES + n * 16, ranks)
+    sync.sts_int(k.attention + ORIGINS + n * 4, row | (at << 6))
 
 
 @cute.jit
 def grow(k: cutlass.Constexpr, budget: Int32):
-    """Warp 0: ORIGINS of the tree's rows but the root, and N_ROWS."""
-    base = k.attention + TABLE
+    """Warp 0: ORIGINS of the tree's rows but the root, and N_ROWS.
+
+    A row's record, 16 bytes of the scratch for partial sums: where the log-probability of its open
+    prefix is; the row's own score; the keys of what opens when that prefix is taken, its next
+    sibling and its first child. So a turn waits for one record, and makes the two that it changes
+    while the next largest key is looked for."""
+    base, records = k.attention + TABLE, k.red
     key = cute.make_rmem_tensor(cute.make_layout(SLOTS), Uint32)
-    score = cute.make_rmem_tensor(cute.make_layout(SLOTS), Float32)
-    at = cute.make_rmem_tensor(cute.make_layout(SLOTS), Int32)
     for s in cutlass.range_constexpr(SLOTS):
-        key[s], score[s], at[s] = Uint32(NO_PREFIX), Float32(0.0), base
+        key[s] = Uint32(NO_PREFIX)
     if k.lane == 0:
-        key[0] = key_of(sync.lds(base))
+        first = sync.lds(base)
+        key[0] = key_of(first)
+        sibling, child = key_of(sync.lds(base + 4)), key_of(first + sync.lds(base + 4 * RANKS))
+        sync.sts_words(records, [Uint32(base), Uint32(0), sibling, child])
         sync.sts_words(k.attention + TUPLES, [Uint32(0)] * 4)
         sync.sts_int(k.attention + ORIGINS, Int32(0))
     cute.arch.sync_warp()
     n = Int32(1)
-    mine, row, parent_score, place = largest_slot(k, key, score, at)
+    mine, row = largest_slot(k, key)
     best = sync.warp_reduce("max", mine)
     while (best > Uint32(NO_PREFIX)) & (n <= budget):
-        # who has it
         holders, equals = sync.lanes_where(mine == best), Int32(0)
         for s in cutlass.range_constexpr(SLOTS):
             equals = equals + Int32(key[s] == best)
         if ((holders & (holders - Uint32(1))) | sync.lanes_where(equals > 1)) != 0:
-            row = first_of_equals(k, key, at, best)
-            holders = Uint32(1) << Uint32(row & 31)
-            for s in cutlass.range_constexpr(SLOTS):
-                here = (row >> 5) == s
-                parent_score = sync.choose(here, score[s], parent_score)
-                place = sync.select_int(here, at[s], place)
-        lane = sync.lowest_bit(holders)
-        row = cute.arch.shuffle_sync(row, lane)
-        parent_score = cute.arch.shuffle_sync(parent_score, lane)
-        place = cute.arch.shuffle_sync(place, lane)
-        # it is row n: what opens, and what is kept of it
-        sibling, own = place + 4, value_of(best)
-        child = base + (((place - base) >> 9) + 1) * (RANKS * 4)
-        next_key = key_of(parent_score + sync.lds(sibling))
-        child_key = key_of(own + sync.lds(child))
-        ranks = sync.lds_words(k.attention + TUPLES + row * 16)
-        d, rank = (place - base) >> 9, Uint32((sibling - base) & 511) >> 2
-        ranks = [
-            sync.select((d >> 2) == j, w | (rank << Uint32(24 - 8 * (d & 3))), w)
-            for j, w in enumerate(ranks)
-        ]
-        if k.lane == 0:
-            sync.sts_words(k.attention + TUPLES + n * 16, ranks)
-            sync.sts_int(k.attention + ORIGINS + n * 4, row | ((place - base) << 6))
+            row = first_of_equals(k, key, best)
+        row = cute.arch.shuffle_sync(row, sync.lowest_bit(holders))
+        taken, own = row, value_of(best)
+        place, score, sibling_key, child_key = sync.lds_words(records + taken * 16)
+        ranks = sync.lds_words(k.attention + TUPLES + taken * 16)
         for s in cutlass.range_constexpr(SLOTS):
-            of_parent, of_new = row == 32 * s + k.lane, n == 32 * s + k.lane
-            key[s] = sync.select(of_parent, next_key, key[s])
-            key[s] = sync.select(of_new, child_key, key[s])
-            at[s] = sync.select_int(of_parent, sibling, at[s])
-            at[s] = sync.select_int(of_new, child, at[s])
-            score[s] = sync.choose(of_new, own, score[s])
+            key[s] = sync.select(taken == 32 * s + k.lane, sibling_key, key[s])
+            key[s] = sync.select(n == 32 * s + k.lane, child_key, key[s])
+        mine, row = largest_slot(k, key)
+        best = sync.warp_reduce("max", mine)
+        # lane 0 renews the record of the row, lane 1 makes that of row n
+        place, old = Int32(place), k.lane == 0
+        child = base + (((place - base) >> 9) + 1) * (4 * RANKS)
+        at = sync.select_int(old, place + 4, child)
+        score = sync.choose(old, sync.as_float(score), own)
+        below = sync.select_int(old, child, child + 4 * RANKS)
+        opens = sync.choose(old, value_of(sibling_key), value_of(child_key))
+        sibling = key_of(score + sync.lds(at + 4))
+        child_of = key_of(opens + sync.lds(below))
+        if k.lane < 2:
+            to = records + sync.select_int(old, taken, n) * 16
+            sync.sts_words(to, [Uint32(at), sync.as_bits(score), sibling, child_of])
+        if k.lane == 0:
+            note_row(k, taken, ranks, n, place)
         cute.arch.sync_warp()
         n = n + 1
-        mine, row, parent_score, place = largest_slot(k, key, score, at)
-        best = sync.warp_reduce("max", mine)
     if k.lane == 0:
         sync.sts_int(k.attention + N_ROWS, n)
 
@@ -205,7 +210,7 @@ def grow_tree(k: cutlass.Constexpr):
     """Consumer warps, behind `rank.rank_rows`: CTA 0 makes the tree of the step's ranks, the others
     go on. The ranks of all rows that predict are waited for, those beyond the tree's depth too:
     behind TREE_TAG the next step may begin, and with a row's ranks its results are EMPTY again.
-    Uses attention's part of shared memory, which is free when it returns."""
+    Uses attention's part and the scratch for partial sums; both are free when it returns."""
     c, threads = k.c, k.c.warps * 32
     if k.bid == 0:
         note_phase(k, k.phases + 3)

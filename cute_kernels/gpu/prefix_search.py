@@ -1,0 +1,345 @@
+"""Where a prefix of a row of logits ends, in (logit descending, id ascending) order; exactly.
+
+The prefix has the tokens with less than a *limit* before them, in tokens (top-k) or in mass of
+their weights (top-p, integers of 2^-44, so that sums do not depend on their order).
+
+    survey     a pass over the row: all mass, of which top-p takes its part
+    gather     a pass over the row: (logit, id) of at most LISTED tokens between two values
+    sort       of these, in shared memory, and the end of the prefix among them
+    histogram  a pass over the row: mass and number by 256 parts of a window of values
+
+The largest logits of parts of the row (the CTAs' results) say from which value on there are some
+300 tokens. Those are gathered; if the end is not among them a window below is cut until it holds
+few enough tokens to list, by the bits of an order-preserving integer, 8 bits a pass. A window of a
+single value with more tokens than that goes on with x = -(2^18 + id) in the place of the logit.
+
+KEPT says how many entries of the sorted list are the prefix, or is -1 if the list is only a part of
+it. A prefix that was found before (CUT, LAST) bounds the next: tokens outside of it do not count.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.gpu import exact, sync
+from cute_kernels.gpu.prefix import (
+    BINS,
+    DONE,
+    FIRST_ID,
+    GATHER,
+    HISTOGRAM,
+    LISTED,
+    LOWEST,
+    MAXIMA_AT,
+    SORTED_AT,
+    SURVEY,
+    W,
+    at,
+    bin_at,
+    bits_per_bin,
+    entry_id,
+    entry_value,
+    gather,
+    halves,
+    histogram,
+    joined,
+    number,
+    put,
+    survey,
+    word,
+)
+from cute_kernels.gpu.sync import ptx_read
+from cute_kernels.gpu.topk import key_of, value_of
+
+GUESSED = 330  # tokens that are gathered first
+LOWEST_KEY = 0x00800000  # of LOWEST
+
+
+# -- the list ------------------------------------------------------------------------------------
+@cute.jit
+def sort(k: cutlass.Constexpr, n: Int32):
+    """Every entry to the place that its rank is; all differ."""
+    mine = k.tid
+    if k.tid == 0:
+        sync.sts_long(k.red + 8 * n, Int64(-1))  # pairs are compared; LISTED is even
+    sync.consumer_sync(k.c.warps * 32)
+    while mine < n:
+        own, rank, i = sync.lds_long(k.red + 8 * mine), Int32(0), Int32(0)
+        while i < n:
+            for other in sync.lds_longs(k.red + 8 * i):
+                rank = rank + is_before(other, own)
+            i = i + 2
+        sync.sts_long(k.red + SORTED_AT + 8 * rank, own)
+        mine = mine + k.c.warps * 32
+
+
+def is_before(a, b):
+    """Unsigned."""
+    return ptx_read(
+        "{ .reg .pred q; setp.lt.u64 q, {$r0}, {$r1}; selp.s32 {$w0}, 1, 0, q; }", [Int32], a, b
+    )
+
+
+def entry(k, i):
+    """Of the sorted list."""
+    return sync.lds_long(k.red + SORTED_AT + 8 * i)
+
+
+def shuffled_up(v, distance):
+    return joined(*(cute.arch.shuffle_sync_up(w, distance, mask_and_clamp=0) for w in halves(v)))
+
+
+@cute.jit
+def mass_before(k: cutlass.Constexpr, i: Int32, n: Int32, temperature: Float32):
+    """(mass of entry i of n, 0 where there is none; with those of lower lanes). Warp 0."""
+    mine = Int64(0)
+    if i < n:
+        largest, z = number(k, W.LARGEST), entry_value(entry(k, i))
+        if word(k, W.TIES) != 0:
+            z = number(k, W.VALUE)
+        mine = exact.mass(exact.weight(z, largest, exact.inverse_temperature(temperature)))
+    total = mine
+    for d in cutlass.range_constexpr(5):
+        below = shuffled_up(total, 1 << d)
+        if k.lane >= 1 << d:
+            total = total + below
+    return mine, total
+
+
+@cute.jit
+def count_kept(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Float32):
+    """Warp 0: entries of the list with less than LIMIT before them, where BEFORE is before all; and
+    what is before the tokens that follow the list."""
+    before, limit = sync.lds_long(at(k, W.BEFORE)), sync.lds_long(at(k, W.LIMIT))
+    kept, beyond = Int32(cutlass.min(limit - before, Int64(n))), before + Int64(n)
+    if by_mass != 0:
+        kept, first, beyond = Int32(0), Int32(0), before
+        while first < n:
+            mine, upto = mass_before(k, first + k.lane, n, temperature)
+            stays = Int32(first + k.lane < n) & Int32(beyond + upto - mine < limit)
+            kept = kept + Int32(sync.warp_reduce("add", Uint32(stays)))
+            beyond = beyond + last_lane(upto)
+            first = first + 32
+    return kept, beyond
+
+
+def last_lane(v):
+    return joined(*(cute.arch.shuffle_sync(w, 31) for w in halves(v)))
+
+
+@cute.jit
+def list_mass(k: cutlass.Constexpr, n: Int32, temperature: Float32):
+    """Warp 0: of all entries."""
+    total, first = Int64(0), Int32(0)
+    while first < n:
+        _, upto = mass_before(k, first + k.lane, n, temperature)
+        total, first = total + last_lane(upto), first + 32
+    return total
+
+
+@cute.jit
+def end_in_list(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Float32):
+    """Warp 0: CUT, LAST and KEPT from the sorted list. If that was only a part of the prefix, but
+    the prefix is short enough, it is gathered next; if the limit was not reached, what lies below
+    is looked at."""
+    kept, beyond = count_kept(k, n, by_mass, temperature)
+    final, ties, low = entry(k, kept - 1), word(k, W.TIES), Uint32(word(k, W.LOW))
+    is_whole = Int32(sync.lds_long(at(k, W.BEFORE)) == 0) & (1 - ties)
+    limit = sync.lds_long(at(k, W.LIMIT))
+    is_short = Int32(limit <= LISTED) & (1 - by_mass)
+    cut = sync.choose(ties != 0, number(k, W.VALUE), entry_value(final))
+    cute.arch.sync_warp()
+    if k.lane == 0:
+        if (beyond < limit) & (low > LOWEST_KEY):
+            sync.sts_long(at(k, W.BEFORE), beyond)
+            put(k, W.ABOVE, word(k, W.ABOVE) + n)
+            put(k, W.HIGH, low)
+            put(k, W.LOW, widened(k, low))
+            put(k, W.STATE, Int32(HISTOGRAM))
+        else:
+            put(k, W.CUT, cut)
+            put(k, W.LAST, entry_id(final))
+            put(k, W.KEPT, sync.select_int(is_whole != 0, kept, Int32(-1)))
+            put(k, W.STATE, Int32(DONE))
+            if (is_short != 0) & (is_whole == 0):
+                put(k, W.STATE, Int32(GATHER))
+                put(k, W.TIES, Int32(0))
+                put(k, W.FOUND, Int32(0))
+                put(k, W.LOW, key_of(cut))
+                put(k, W.HIGH, key_of(number(k, W.LARGEST)) + 1)
+                sync.sts_long(at(k, W.BEFORE), Int64(0))
+
+
+# -- the search ----------------------------------------------------------------------------------
+@cute.jit
+def end_survey(k: cutlass.Constexpr, top_p: Float32):
+    """One thread, behind a barrier."""
+    total = Int64(0)
+    for w in cutlass.range_constexpr(k.c.warps):
+        total = total + sync.lds_long(k.red + 8 * w)
+    sync.sts_long(at(k, W.LIMIT), exact.mass_limit(top_p, total))
+    put(k, W.STATE, Int32(GATHER))
+
+
+def guess(parts):
+    """Which of the maxima of so many parts, in descending order, about GUESSED tokens reach."""
+    return max(1, int(parts * (1 - math.exp(-GUESSED / parts))))
+
+
+def widened(k, low):
+    """A key below: the value three times as far from the largest logit."""
+    value, largest = value_of(low), number(k, W.LARGEST)
+    down = value - 2.0 * (largest - value)
+    return sync.larger(key_of(sync.maximum([down, Float32(LOWEST)])), Uint32(LOWEST_KEY))
+
+
+@cute.jit
+def floor_of_maxima(k: cutlass.Constexpr, rank: Int32):
+    """The rank-th largest of the maxima of parts of the row, into LOW: as many tokens reach it.
+    All warps; the maxima are padded with -inf to a multiple of 4."""
+    n = word(k, W.MAXIMA)
+    if k.tid < n:
+        mine, before, i = sync.lds(k.red + MAXIMA_AT + 4 * k.tid), Int32(0), Int32(0)
+        while i < n:
+            four = sync.lds_quad(k.red + MAXIMA_AT + 4 * i)
+            for e in cutlass.range_constexpr(4):
+                same = Int32(four[e] == mine) & Int32(i + e < k.tid)
+                before = before + (Int32(four[e] > mine) | same)
+            i = i + 4
+        if before == rank - 1:
+            put(k, W.LOW, key_of(sync.maximum([mine, Float32(LOWEST)])))
+
+
+@cute.jit
+def open_search(k: cutlass.Constexpr, limit: Int64, state: Int32):
+    """One thread; `floor_of_maxima` gives LOW."""
+    put(k, W.STATE, state)
+    put(k, W.HIGH, key_of(number(k, W.LARGEST)) + 1)
+    put(k, W.TIES, Int32(0))
+    put(k, W.ABOVE, Int32(0))
+    put(k, W.FOUND, Int32(0))
+    sync.sts_long(at(k, W.BEFORE), Int64(0))
+    sync.sts_long(at(k, W.LIMIT), limit)
+    put(k, W.KEPT, Int32(-1))
+
+
+@cute.jit
+def next_window(k: cutlass.Constexpr):
+    """Warp 0, behind `histogram`: the bin in which the end lies, and what to do with it. A lane has
+    BINS / 32 bins, the first lane those of the largest values."""
+    each = BINS // 32
+    limit, before = sync.lds_long(at(k, W.LIMIT)), sync.lds_long(at(k, W.BEFORE))
+    mine, n = Int64(0), Int32(0)
+    for i in cutlass.range_constexpr(each):
+        b = BINS - 1 - (k.lane * each + i)
+        mine = mine + bin_mass(k, b)
+        n = n + sync.lds_int(bin_at(k, 2, b))
+    upto, n_upto = mine, n
+    for d in cutlass.range_constexpr(5):
+        below = shuffled_up(upto, 1 << d)
+        n_below = cute.arch.shuffle_sync_up(n_upto, 1 << d, mask_and_clamp=0)
+        if k.lane >= 1 << d:
+            upto, n_upto = upto + below, n_upto + n_below
+    above = word(k, W.ABOVE)
+    low, high = Uint32(word(k, W.LOW)), Uint32(word(k, W.HIGH))
+    whole = before + last_lane(upto)
+    n_whole = above + cute.arch.shuffle_sync(n_upto, 31)
+    cute.arch.sync_warp()
+    if whole < limit:
+        if k.lane == 0:
+            if low > LOWEST_KEY:
+                set_window(k, Uint32(LOWEST_KEY), low, whole, n_whole, Int32(HISTOGRAM))
+            else:  # all that there is does not reach the limit
+                put(k, W.STATE, Int32(DONE))
+    else:
+        before, above = before + upto - mine, above + n_upto - n
+        if (before < limit) & (before + mine >= limit):
+            bits = bits_per_bin(high - low)
+            found, b, i = Int32(0), Int32(0), Int32(0)
+            while found == 0:
+                b = BINS - 1 - (k.lane * each + i)
+                if before + bin_mass(k, b) >= limit:
+                    found = Int32(1)
+                else:
+                    before = before + bin_mass(k, b)
+                    above = above + sync.lds_int(bin_at(k, 2, b))
+                i = i + 1
+            bottom = low + (Uint32(b) << Uint32(bits))
+            top = sync.smaller(bottom - low + (Uint32(1) << Uint32(bits)), high - low) + low
+            take_bin(k, bottom, top, before, above, sync.lds_int(bin_at(k, 2, b)))
+    cute.arch.sync_warp()
+
+
+def bin_mass(k, b):
+    return joined(sync.lds_word(bin_at(k, 0, b)), sync.lds_word(bin_at(k, 1, b)))
+
+
+@cute.jit
+def set_window(k: cutlass.Constexpr, low: Uint32, high: Uint32, before: Int64, above: Int32,
+               state: Int32):  # fmt: skip
+    put(k, W.LOW, low)
+    put(k, W.HIGH, high)
+    put(k, W.ABOVE, above)
+    put(k, W.STATE, state)
+    put(k, W.FOUND, Int32(0))
+    sync.sts_long(at(k, W.BEFORE), before)
+
+
+@cute.jit
+def take_bin(k: cutlass.Constexpr, low: Uint32, high: Uint32, before: Int64, above: Int32,
+             n: Int32):  # fmt: skip
+    """One thread. n: tokens in [low, high)."""
+    ties = word(k, W.TIES)
+    if (above + n <= LISTED) & (ties == 0):
+        top = key_of(number(k, W.LARGEST)) + 1
+        set_window(k, low, top, Int64(0), Int32(0), Int32(GATHER))
+    elif n <= LISTED:
+        set_window(k, low, high, before, above, Int32(GATHER))
+    elif high - low == 1:
+        put(k, W.VALUE, value_of(low))
+        put(k, W.TIES, Int32(1))
+        first, end = key_of(Float32(-2.0 * FIRST_ID)), key_of(Float32(-1.0 * FIRST_ID)) + 1
+        set_window(k, first, end, before, above, Int32(HISTOGRAM))
+    else:
+        set_window(k, low, high, before, above, Int32(HISTOGRAM))
+
+
+@cute.jit
+def search(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float32, top_p: Float32):
+    """All consumer warps, behind open_search, floor_of_maxima and a barrier: the end of the
+    prefix."""
+    threads = k.c.warps * 32
+    state = word(k, W.STATE)
+    while state != DONE:
+        if state == SURVEY:
+            survey(k, row, temperature)
+            sync.consumer_sync(threads)
+            if k.tid == 0:
+                end_survey(k, top_p)
+        elif state == GATHER:
+            gather(k, row)
+            sync.consumer_sync(threads)
+            n = word(k, W.FOUND)
+            if n <= LISTED:
+                sort(k, n)
+                sync.consumer_sync(threads)
+                if k.wid == 0:
+                    end_in_list(k, n, by_mass, temperature)
+            else:  # the maxima were a poor guess
+                sync.consumer_sync(threads)
+                if k.tid == 0:
+                    put(k, W.FOUND, Int32(0))
+                    put(k, W.STATE, Int32(HISTOGRAM))
+        else:
+            for i in cutlass.range_constexpr(-(-3 * BINS // threads)):
+                if k.tid + i * threads < 3 * BINS:
+                    sync.sts_int(bin_at(k, 0, k.tid + i * threads), Int32(0))
+            sync.consumer_sync(threads)
+            histogram(k, row, by_mass, temperature)
+            sync.consumer_sync(threads)
+            if k.wid == 0:
+                next_window(k)
+        sync.consumer_sync(threads)
+        state = word(k, W.STATE)
