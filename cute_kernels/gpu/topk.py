@@ -157,7 +157,8 @@ def collect(k: cutlass.Constexpr, row: Int64, columns: Int32, least: Int64, larg
     """The numbers from `least` on, to FOUND in any order; how many, or TOO_MANY and more where a
     warp has found more than it has room for. largest: the key of this thread's largest value."""
     threads, is_hot = k.c.warps * 32, largest >= key_in(least)
-    place, mine, base = *noted(k, is_hot, Int32(0)), Int32(0)
+    place, mine = noted(k, is_hot, Int32(0))
+    base = Int32(0)
     if k.lane == 0:
         base = sync.add_shared(k.attention + N_HOT, mine)
     place = place + cute.arch.shuffle_sync(base, 0)
