@@ -67,7 +67,10 @@ def first_tag(k):
 
 @cute.jit
 def pass_gate(k: cutlass.Constexpr, tag: Int32, turn: Int32):
-    """Consumer warps: wait, without a limit, for the descriptor with that tag."""
+    """Consumer warps: wait, without a limit, for the descriptor with that tag. Not before all of
+    them are done with the last one, which this overwrites: a late warp would decide rows of the
+    next step, and be missing where that begins."""
+    sync.consumer_sync(k.c.warps * 32)
     if k.wid == 0:
         sync.wait_tag(k.board + Int64(int(Board.DESC) * 4), tag)
         if k.lane < 24:
