@@ -27,11 +27,11 @@ from cute_kernels.gpu.service_block import PARAMS_AT, Own, Stage
 from host.wire import (
     BLOCK_BYTES,
     ENTRY_WORDS,
-    PAIRS,
     PARAMS,
     REQUEST,
     CompletionKind,
     FinishReason,
+    step_worst_case,
 )
 
 CHUNK_TOKENS = 256
@@ -159,9 +159,7 @@ def take_sampling(s: cutlass.Constexpr):
     heat = _param(s, "temperature")  # its bits, which are positive where it is
     put(s, Own.LOGPROBS, logprobs)
     put(s, Own.DECIDES, Int32((logprobs > 0) | (biases > 0) | (heat > 0)))
-    # the tokens with their alternatives, the terminal entry, and that of a copied prompt
-    pairs = (get_int(s, Own.DRAFTED) + 1) * (logprobs + 1)
-    put(s, Own.ENTRIES, (pairs + PAIRS - 1) // PAIRS + 2)
+    put(s, Own.ENTRIES, step_worst_case(1, get_int(s, Own.DRAFTED) + 1, logprobs))
     if s.lane < len(_SAMPLING_WORDS):
         source = Int32((Int64(_SAMPLING_MAP) >> (4 * s.lane)) & 15)
         word = mapped.ld_own_int(s.block + PARAMS_AT + 4 * Int64(source))

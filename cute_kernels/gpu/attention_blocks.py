@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Uint32
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.attention_plan import halves
 from cute_kernels.gpu.attention_stream import row_position
-from cute_kernels.gpu.fragments import bf16_pair, exp2, mma
+from cute_kernels.gpu.fragments import bf16_pair, exp2, mma, unpack_pair
 from cute_kernels.gpu.sync import ptx_read
 
 NEG_INF = -float("inf")
@@ -59,29 +59,41 @@ def scores(k, q, key_at):
     return tiles
 
 
-def block_values(k, o, probabilities, base, masks=None):
+def block_values(k, o, probabilities, base, masks=None, fine=False):
     """O += P V of 32 keys that lie one behind the other. masks: bits of V that count, [16 keys]
-    [keys 2 t and 2 t + 1, and 8 further]; None: all."""
+    [keys 2 t and 2 t + 1, and 8 further]; None: all. fine: see `add_values`."""
     i, d = k.lane, k.c.shape.head_dim
     at = base + (i & 15) * (2 * d)
     piece = ((i >> 4) ^ (i & 7)) << 4
-    add_values(k, o, probabilities, lambda u, n: at + (piece ^ (n << 4)) + u * (32 * d), masks)
+    place = lambda u, n: at + (piece ^ (n << 4)) + u * (32 * d)  # noqa: E731
+    add_values(k, o, probabilities, place, masks, fine)
 
 
-def add_values(k, o, probabilities, value_at, masks=None):
+def bf16_parts(p, fine):
+    """A operands of 8 probabilities: rounded to bf16; with `fine`, then what that has left out."""
+    words = [bf16_pair(p[2 * e], p[2 * e + 1]) for e in range(4)]
+    if not fine:
+        return [words]
+    kept = [v for word in words for v in unpack_pair(word)]
+    rest = [x - v for x, v in zip(p, kept, strict=True)]
+    return [words, [bf16_pair(rest[2 * e], rest[2 * e + 1]) for e in range(4)]]
+
+
+def add_values(k, o, probabilities, value_at, masks=None, fine=False):
     """O += P V; o: flat [tiles of 8 dimensions x 4]. value_at(u, n): this lane's address for tiles
-    n and n + 1 of the dimensions of 16 keys."""
+    n and n + 1 of the dimensions of 16 keys. fine: P to 16 bits, as two products, not to 8."""
     d = k.c.shape.head_dim
     for u in range(2):
-        p = [probabilities[u * 8 + e] for e in range(8)]
-        a = [bf16_pair(p[2 * e], p[2 * e + 1]) for e in range(4)]
+        parts = bf16_parts([probabilities[u * 8 + e] for e in range(8)], fine)
         for n in range(0, d // 8, 2):
             b = ldmatrix(value_at(u, n), True)
             if masks is not None:
                 b = [x & masks[u][w & 1] for w, x in enumerate(b)]
             for e in range(2):
                 to = (n + e) * 4
-                sums = mma([o[to + w] for w in range(4)], a, b[2 * e : 2 * e + 2])
+                sums = [o[to + w] for w in range(4)]
+                for a in parts:
+                    sums = mma(sums, a, b[2 * e : 2 * e + 2])
                 for w in range(4):
                     o[to + w] = sums[w]
 

@@ -36,6 +36,12 @@ def stages_per_block(c) -> int:
     return c.shape.head_dim // 64
 
 
+def tree_stages(c) -> int:
+    """Of the ring, held together by the tails of a tree of 128 rows: from 15 positions before its
+    root, and up to 63 more to the start of a page, to its last row's."""
+    return -(-(15 + 63 + 128) // 64) * stages_per_block(c)
+
+
 def check(c) -> None:
     """Raises ValueError for what the phase is not written for."""
     s = c.shape

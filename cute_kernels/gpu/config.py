@@ -136,7 +136,8 @@ class Config:
     red_buffers: buffers of partial sums; with 2 a barrier per group of tiles goes.
     setmaxnreg: registers move from the other warps to the consumers.
     attention: between qkv and o, in `splits` parts of the context (without it, for tests of the
-    matrices alone, o reads q). prompt: PROMPT steps too. draft: speculation too; it needs both.
+    matrices alone, o reads q). prompt: PROMPT steps too. draft: speculation too; it needs both,
+    and a ring that is not too short.
     timing: every CTA notes when its phases begin and end.
     """
 
@@ -173,7 +174,8 @@ class Config:
             "fc": (s.hidden, s.hidden),
             "ckv": (2 * s.kv_heads * s.head_dim, s.hidden),
         }
-        if not (self.attention and self.prompt) or self.phase:
+        few = self.stages < attention_plan.tree_stages(self)
+        if not (self.attention and self.prompt) or self.phase or few:
             object.__setattr__(self, "draft", False)
         self._check(self.warps % 2 == 0, "warps", "even")
         self._check(not self.setmaxnreg or self.warps % 4 == 0, "warps", "a multiple of 4")

@@ -4,7 +4,8 @@ Before it, `keys.write_keys` puts the chunk's keys and values into the KV pages;
 later every block of the context is read from there, through the weight ring. A row walks the
 absolute blocks of 64 positions from 0 up to its own with one running softmax: its arithmetic
 depends on the tokens before it and on its position alone, not on the chunk's length, its start or
-its other rows.
+its other rows. Keys and values that later rows read for ever come of these sums: probabilities
+keep 16 bits in them (`add_values`), not bf16's 8.
 
 CTAs take tasks (kv head, row tiles; prompt_plan.Task), a warp one query head of 16 rows. Scores of
 keys behind a row are masked by select; V of positions that nobody has written yet is zeroed, since
@@ -76,7 +77,7 @@ def attend_half(k, q, m, den, o, keys_at, values_at, place, live):
     p = filled(16, 0.0)
     for h in range(2):
         softmax_half(k, tiles, h, True, p, m, den, o)
-    block_values(k, o, p, values_at, value_masks(k, live))
+    block_values(k, o, p, values_at, value_masks(k, live), fine=True)
 
 
 # -- tasks ---------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ PARTS = ("embed", "qkv", "keys", "attention", "o", "gu", "down")  # each also a 
 ROW_TILES = MAX_ROWS // ROW_TILE
 TREE_TILES = TREE_ROWS // ROW_TILE
 CONSUMER_REGISTERS = 208  # at least, with setmaxnreg: kernel.register_split
-OTHER_REGISTERS = 84  # of rows_gemm.py, besides what grows with the tiles of a sweep
+OTHER_REGISTERS = 84  # of rows_gemm.py with 4 chunks ahead, besides what grows with the tiles
+MOST_AHEAD, SPARE_REGISTERS = 12, 24
 BLOCKS = MAX_ROWS // 8
 COLUMNS_BYTES = BLOCKS * 512  # 32 columns (a chunk of K) of all rows
 
@@ -93,15 +94,27 @@ def slice_count(c: Config, name: str) -> int:
     return c.warps // slice_warps(c, name)
 
 
+def free_registers(c: Config, name: str, tiles: int) -> int:
+    """Of a thread, beside those that every sweep over `tiles` tiles needs: for each 4 sums a row
+    tile of its warp, two chains of 4, and 4 words of weights."""
+    registers = CONSUMER_REGISTERS if c.setmaxnreg else 65536 // (-(-c.block // 128) * 128)
+    return registers - OTHER_REGISTERS - tiles * (4 * rounds(c, name) + 12)
+
+
 def group_tiles(c: Config, name: str) -> int:
     """Tiles multiplied in one sweep over K, so that an activation fragment read from L2 serves all
-    of them; evened out over the sweeps. Their slices lie in the ring together, and for each a
-    thread keeps 4 sums a row tile of its warp, two chains of 4, and 4 words of weights."""
-    registers = CONSUMER_REGISTERS if c.setmaxnreg else 65536 // (-(-c.block // 128) * 128)
-    at_once = (registers - OTHER_REGISTERS) // (4 * rounds(c, name) + 12)
-    most = most_tiles(c, name)
-    at_once = max(1, min(at_once, c.stages - 2, most))
+    of them; evened out over the sweeps. Their slices lie in the ring together."""
+    most, at_once = most_tiles(c, name), 1
+    while at_once < min(c.stages - 2, most) and free_registers(c, name, at_once + 1) >= 0:
+        at_once += 1
     return -(-most // -(-most // at_once))
+
+
+def chunks_ahead(c: Config, name: str) -> int:
+    """Chunks of activations in flight a warp, 1 KiB each: 8 registers. At most a slice's."""
+    chunks = c.gemm(name).slab // CHUNK // c.warps
+    more = max(free_registers(c, name, group_tiles(c, name)) - SPARE_REGISTERS, 0) // 8
+    return min(4 + more, MOST_AHEAD, slice_warps(c, name) * chunks)
 
 
 def task_tiles(c: Config) -> int:

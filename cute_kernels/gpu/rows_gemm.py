@@ -31,6 +31,7 @@ from cute_kernels.gpu.prompt_plan import (
     ROW_TILE,
     ROW_TILES,
     PromptBuffers,
+    chunks_ahead,
     group_tiles,
     rounds,
     slice_count,
@@ -39,8 +40,6 @@ from cute_kernels.gpu.prompt_plan import (
 from cute_kernels.gpu.ring import advance, issue
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import tile_stride
-
-AHEAD = 4  # chunks of activations in flight a warp: 1 KiB each
 
 
 class Rows:
@@ -180,26 +179,22 @@ def scaled_rows(vectors, at):
     return [[bf16_product(x, w) for x, w in zip(v, weights, strict=True)] for v in vectors]
 
 
-def k_warp_products(k, g, n, places, ahead, at, after, totals, norms, scales):
+def k_warp_products(k, g, n, places, ahead, sources, totals, norms, scales):
     """What one K warp of the decode form adds to every output: its chunks of K, chains, sum.
 
-    places: shared addresses of its weights by tile. at, after: of this lane's activations of these
-    chunks and of those that come next, whose first ones are read ahead here. scales: of `lm`, this
-    lane's weights of the final norm for the first chunk."""
+    places: shared addresses of its weights by tile. ahead: this lane's activations of the chunks
+    that come next; sources: where those behind them lie, as many as are taken here. scales: of
+    `lm`, this lane's weights of the final norm for the first chunk."""
     chunks, step_bytes = warp_chunks(k, g), slice_warps(k.c, g.name) * 512
-    depth = min(AHEAD, chunks)
     queue = [
         ([ahead[8 * d + e] for e in range(4)], [ahead[8 * d + 4 + e] for e in range(4)])
-        for d in range(depth)
+        for d in range(chunks_ahead(k.c, g.name))
     ]
     chains = [[[Float32(0.0)] * 4, [Float32(0.0)] * 4] for _ in range(n)]
     sums = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
     for i in range(chunks):
-        vectors, more = queue.pop(0), i + depth
-        source = at + more * COLUMNS_BYTES
-        if more >= chunks:
-            source = after + (more - chunks) * COLUMNS_BYTES
-        queue.append(load_rows(source))
+        vectors = queue.pop(0)
+        queue.append(load_rows(sources[i]))
         weights = [sync.lds_words(places[j] + i * step_bytes) for j in range(n)]
         if g.normed:
             square_sums(sums, vectors)
@@ -270,6 +265,15 @@ def norm_at(k, offset):
 
 
 @cute.jit
+def chunk_at(at: Int64, after: Int64, i: Int32, whole: cutlass.Constexpr):
+    """Address of chunk i from `at` on; from chunk `whole` on, from `after`."""
+    base = at
+    if i >= whole:
+        base = after
+    return base + Int64(i) * COLUMNS_BYTES
+
+
+@cute.jit
 def multiply_slice(
     k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, source: Int64,
     places: cutlass.Constexpr, at: Int64, last: cutlass.Boolean, ahead: cute.Tensor,
@@ -278,26 +282,26 @@ def multiply_slice(
     """A slice's part of all sums of this warp. source: of all activations; at: this lane's of its
     first row tile at the slice's first chunk. Returns a word that depends on every load of weights.
     """
-    c, n = k.c, group_tiles(k.c, g.name)
-    span, round_bytes = warp_chunks(k, g) * COLUMNS_BYTES, c.warps * 1024
-    n_warps, seen, row_tile = slice_warps(c, g.name), Uint32(0), k.wid
-    begin = at - Int64((slice_count(c, g.name) - 1) * n_warps * span)  # of the sweep, from the last
+    c, n, chunks = k.c, group_tiles(k.c, g.name), warp_chunks(k, g)
+    whole = slice_warps(c, g.name) * chunks  # chunks of the slice
+    round_bytes, seen, row_tile = c.warps * 1024, Uint32(0), k.wid
+    begin = at - Int64((slice_count(c, g.name) - 1) * whole * COLUMNS_BYTES)  # from the last slice
     for _ in cutlass.range(rounds(c, g.name), unroll=1):
         if row_tile < p.row_tiles:
-            here, offset = at, Int32(0)
-            for w in cutlass.range(n_warps, unroll=1):
-                after = here + span
-                if w == n_warps - 1:  # the next row tile, the next slice, or the next sweep
-                    after = at + round_bytes
-                    if row_tile + c.warps >= p.row_tiles:
-                        after = at + n_warps * span - Int64((row_tile - k.wid) * 1024)
-                        if last:
-                            after = begin - Int64((row_tile - k.wid) * 1024)
+            after = at + round_bytes  # the next row tile, the next slice, or the next sweep
+            if row_tile + c.warps >= p.row_tiles:
+                after = at + whole * COLUMNS_BYTES - Int64((row_tile - k.wid) * 1024)
+                if last:
+                    after = begin - Int64((row_tile - k.wid) * 1024)
+            after, offset = after - whole * COLUMNS_BYTES, Int32(0)
+            for first in cutlass.range(0, whole, chunks, unroll=1):
+                next_chunks = [first + chunks_ahead(c, g.name) + i for i in range(chunks)]
+                sources = [chunk_at(at, after, i, whole) for i in next_chunks]
                 mine, scales = [place + offset for place in places], None
                 if cutlass.const_expr(g.name == "lm"):
-                    scales = norm_at(k, here - source)
-                k_warp_products(k, g, n, mine, ahead, here, after, totals, norms, scales)
-                here, offset = after, offset + 512
+                    scales = norm_at(k, at - source + Int64(first) * COLUMNS_BYTES)
+                k_warp_products(k, g, n, mine, ahead, sources, totals, norms, scales)
+                offset = offset + 512
             for j in cutlass.range_constexpr(n):
                 seen = seen | sync.as_bits(totals[4 * j])
         at, row_tile = at + round_bytes, row_tile + c.warps
@@ -336,7 +340,7 @@ def rows_gemm(
     slices, slice_bytes = slice_count(c, g.name), slice_warps(c, g.name) * warp_chunks(k, g)
     totals = cute.make_rmem_tensor(cute.make_layout(rounds(c, g.name) * 4 * n_group), Float32)
     norms = cute.make_rmem_tensor(cute.make_layout(rounds(c, g.name) * 2), Float32)
-    depth = min(AHEAD, warp_chunks(k, g))
+    depth = chunks_ahead(c, g.name)
     ahead = cute.make_rmem_tensor(cute.make_layout(8 * depth), Uint32)
     keep(ahead, [load_rows(src + d * COLUMNS_BYTES) for d in range(depth)])
     done = Int32(0)

@@ -206,6 +206,7 @@ def turn(s: cutlass.Constexpr, words: cute.Tensor, tree: cute.Tensor):
         get_int(s, Own.DRAFTED),
         get_int(s, Own.NEW_TOKENS),
     )
+    tag, decides = get_int(s, Own.TAG), get_int(s, Own.DECIDES)
     left, token, context, row = get_int(s, Own.MAX_NEW) - new, Int32(0), Int32(0), Int32(0)
     if flight == 0:
         token = get_int(s, Own.NEWEST)
@@ -219,9 +220,9 @@ def turn(s: cutlass.Constexpr, words: cute.Tensor, tree: cute.Tensor):
         is_free = (get(s, Own.COMMAND) == int(Command.RUN)) & (is_aborted(s) == 0)
         # alternatives are read before the next step may overwrite them
         may_go_on = Int32(has_room & is_free & (get(s, Own.LOGPROBS) == 0))
-        read_tree(arg(s.k, Arg.ROW_TABLE), rows, s.lane, tree)
-        how = how_it_ends(flight, rows, get_int(s, Own.DECIDES))
-        wait_step(s, how, rows, get_int(s, Own.TAG), words)
+        how = how_it_ends(flight, rows, decides)
+        read_tree(arg(s.k, Arg.ROW_TABLE), rows * Int32(how == DECISIONS), s.lane, tree)
+        wait_step(s, how, rows, tag, words)
         if s.lane < len(Stamp):
             stamp = mapped.ld_gpu(s.board + 4 * int(Board.STAMP) + 8 * Int64(s.lane))
         if how == RESULTS:
@@ -254,7 +255,10 @@ def turn(s: cutlass.Constexpr, words: cute.Tensor, tree: cute.Tensor):
         set_state(s, State.PARKING)
         kind = Int32(LEAVE)
     if kind != 0:
-        publish(s, kind, next_rows, kv, token, depth, context, row, is_tree, words)
+        publish(
+            s, tag + 1, kind, next_rows, kv, token, depth, context, row, drafted, decides, is_tree,
+            words,
+        )  # fmt: skip
     if flight != 0:
         add(s, Own.STEP, 1)
         if flight == PROMPT:

@@ -12,7 +12,7 @@ from cutlass import Int32, Int64, Uint32
 from cute_kernels.gpu import mapped, sync
 from cute_kernels.gpu.admission import CHUNK_TOKENS, token_at
 from cute_kernels.gpu.board import FEW_ROWS, Desc, Segment, desc_at
-from cute_kernels.gpu.control import Service, get, get_int, put
+from cute_kernels.gpu.control import Service, get_int, put
 from cute_kernels.gpu.descriptor import put_rows, put_tag
 from cute_kernels.gpu.service_block import PATH_AT, Own
 
@@ -57,32 +57,32 @@ def choose_step(
 
 @cute.jit
 def publish(
-    s: cutlass.Constexpr, kind: Int32, rows: Int32, position: Int32, token: Int32, depth: Int32,
-    context: Int32, row: Int32, tree: Int32, words: cute.Tensor,
+    s: cutlass.Constexpr, tag: Int32, kind: Int32, rows: Int32, position: Int32, token: Int32,
+    depth: Int32, context: Int32, row: Int32, drafted: Int32, decides: Int32, tree: Int32,
+    words: cute.Tensor,
 ):  # fmt: skip
-    """Open a step. tree: 1 where its rows are those of ROW_TABLE, of which `words` are the lane's
-    (`descriptor.ask_rows`). The other values are those of `choose_step`.
+    """Open a step. tag: its own. decides: Own.DECIDES. tree: 1 where its rows are those of
+    ROW_TABLE, of which `words` are the lane's (`descriptor.ask_rows`). The other values are those
+    of `choose_step`.
 
     The fence in front of the tag orders all that this warp has written before it, such as cleared
     results and copied prompts.
     """
-    tag, layers4 = get_int(s, Own.TAG) + 1, s.k.layers * 4
-    first, last, following, decides = Int32(0), layers4, Int32(DECODE), Int32(0)
+    layers4, decided = s.k.layers * 4, Int32(0)
+    first, last, following = Int32(0), layers4, Int32(DECODE)
     budget, chain, first_drafted, mask = Int32(0), Int32(0), Int32(0), Int32(0)
     if kind == DRAFT:
         first, last = layers4 + 1, get_int(s, Own.DRAFT_LAST)
         budget, chain = get_int(s, Own.BUDGET), get_int(s, Own.CHAIN)
         first_drafted, mask = get_int(s, Own.FIRST_DRAFTED), get_int(s, Own.MASK_TOKEN)
     elif (kind == DECODE) | (kind == ROWS):
-        last, decides = layers4 + 1, get_int(s, Own.DECIDES)
-        if rows > 1:
-            decides = Int32(1)
-        if get(s, Own.DRAFTED) != 0:
+        last, decided = layers4 + 1, decides | Int32(rows > 1)
+        if drafted != 0:
             following = Int32(DRAFT)
     fields = {
         Desc.KIND: kind, Desc.ROWS: rows, Desc.POSITION: position, Desc.COMMITTED: position,
         Desc.FIRST_PHASE: first, Desc.LAST_PHASE: last, Desc.NEXT: following,
-        Desc.DECIDE: decides, Desc.CONTEXT: context, Desc.BUDGET: budget, Desc.DEPTH: depth,
+        Desc.DECIDE: decided, Desc.CONTEXT: context, Desc.BUDGET: budget, Desc.DEPTH: depth,
         Desc.CHAIN: chain, Desc.FIRST_DRAFTED: first_drafted, Desc.TOKEN: token,
     }  # fmt: skip
     value = mask  # of a block's rows behind the anchor

@@ -32,7 +32,8 @@ def tree_words():
 
 @cute.jit
 def read_tree(table: Int64, rows: Int32, lane: Int32, tree: cute.Tensor):
-    """The lanes' rows of ROW_TABLE. A step of one row has no tree, and its table may be stale."""
+    """The lanes' rows of ROW_TABLE. A step of no or one row has no tree, and its table may be stale
+    or not be there."""
     for i in cutlass.range_constexpr(TURNS):
         row = lane + 32 * i
         ok = Int32((row < rows) & (rows > 1))

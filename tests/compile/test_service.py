@@ -8,7 +8,7 @@ from cutlass import Int32, Int64
 
 from cute_kernels.gpu import build, mapped
 from cute_kernels.gpu.echo import make_echo
-from cute_kernels.gpu.service_block import Own, make_block
+from cute_kernels.gpu.service_block import SPLITS, Own, make_block
 from host.wire import COMPLETION, REQUEST, Word
 
 
@@ -76,3 +76,21 @@ def test_the_block_refuses_odd_sizes():
     with pytest.raises(ValueError, match="a power of two"):
         make_block(constants | {Own.INFLIGHT: 48})
     assert make_block({Own.INFLIGHT: 64}, first_sequence=9)[Own.REQUEST_HEAD] == 9
+    for sizes in ({Own.DRAFT_BLOCK: 17}, {Own.BUDGET: 128}):
+        with pytest.raises(ValueError, match="at most 16 and 128 rows"):
+            make_block({Own.INFLIGHT: 64} | sizes)
+
+
+def test_nothing_is_drafted_without_a_block_or_a_budget():
+    whole = {Own.INFLIGHT: 64, Own.DRAFT_BLOCK: 8, Own.DRAFTED: 7, Own.BUDGET: 15}
+    assert make_block(whole)[Own.DRAFTED] == 7
+    for missing in (Own.DRAFT_BLOCK, Own.BUDGET):
+        assert make_block(whole | {missing: 0})[Own.DRAFTED] == 0
+
+
+def test_the_split_of_the_time_is_shown_word_for_word():
+    ours = [word.name for word in Own if word.name.startswith("SPLIT")]
+    theirs = [word.name for word in Word if word.name.startswith("SPLIT")]
+    assert ours == theirs and len(ours) == SPLITS
+    for name in ours:
+        assert Own[name] - Own.SPLIT_STEPS == Word[name] - Word.SPLIT_STEPS

@@ -27,9 +27,8 @@ from tests.gpu.kernels import SHAPES, small, timed
 from tests.gpu.model import Context, Model
 from tests.gpu.rig import relative
 from tests.gpu.rows_case import bits_at, cover, make_rig, random_tree, subtree
+from tests.gpu.test_rows import PROMPTS, TREES
 
-TREES = ((17, 1), (17, 1000), (32, 60), (33, 64), (33, 4090), (64, 127), (128, 0), (128, 1000))
-PROMPTS = ((1, 0), (17, 64), (100, 0), (256, 0), (200, 256))  # rows, position
 ROOM = 192
 
 
