@@ -67,7 +67,10 @@ def first_tag(k):
 
 @cute.jit
 def pass_gate(k: cutlass.Constexpr, tag: Int32, turn: Int32):
-    """Consumer warps: wait, without a limit, for the descriptor with that tag."""
+    """Consumer warps: wait, without a limit, for the descriptor with that tag. Not before all of
+    them are done with the last one, which this overwrites: a late warp would decide rows of the
+    next step, and be missing where that begins."""
+    sync.consumer_sync(k.c.warps * 32)
     if k.wid == 0:
         sync.wait_tag(k.board + Int64(int(Board.DESC) * 4), tag)
         if k.lane < 24:
@@ -118,7 +121,8 @@ def run_consumers(k: cutlass.Constexpr, parts: cutlass.Constexpr):
                 if drafts == False:  # noqa: E712 - a run-time value
                     stage, parity = call(parts.prompt, "run_prompt", k, kind, stage, parity)
         if cutlass.const_expr(parts.decide is not None):
-            if desc_word(k, Desc.DECIDE) != 0:  # DECODE, ROWS
+            # DECODE, ROWS; a LEAVE step has the word of the step before it
+            if (desc_word(k, Desc.DECIDE) != 0) & (kind != int(Segment.LEAVE)):
                 call(parts.decide, "decide_rows", k)
         note_phase(k, Int32(0))
         if (has_results == False) & (kind != int(Segment.ROWS)):  # noqa: E712
@@ -167,13 +171,13 @@ def decode_step(
     qkv, o, gu, down, lm = c.gemms
     rows = desc_word(k, Desc.ROWS)
     first, last = desc_word(k, Desc.FIRST_PHASE), desc_word(k, Desc.LAST_PHASE)
-    base, layers, logits, norm = Int32(0), k.layers, arg(k, Arg.LOGITS), arg(k, Arg.FINAL_NORM)
+    base, layers = Int32(0), k.layers
     tap, features, tap_table = Int32(-1), Int64(0), Int64(0)
     if cutlass.const_expr(c.draft):
         features, tap_table = arg(k, Arg.FEATURES), arg(k, Arg.TAP_OF)
         if drafts:
             base, layers = block_phase(k), k.draft_layers
-            first, logits, norm = base, arg(k, Arg.DRAFT_LOGITS), arg(k, Arg.DRAFT_NORM)
+            first = base
     tile0, n, _, _ = plan_entry(k, Int32(O))
     load_residual(k, rows, tile0, n)
     begin_attention(k, parts, drafts, rows)
@@ -184,6 +188,7 @@ def decode_step(
         note_phase(k, phase + 1)
         kind, layer = (phase - base) & 3, (phase - base) >> 2
         if layer == layers:
+            logits, norm = head_ends(k, drafts)
             stage, parity, which = run_phase(
                 k, lm, rows, phase, before + b.x, logits, norm, stats, dirty, count,
                 stage, parity, which,
@@ -229,6 +234,17 @@ def decode_step(
     note_time(k, sync.select_int(drafts, Int32(int(Stamp.DRAFTED)), Int32(int(Stamp.HEAD))))
     head.publish_results(k, rows, stats)
     return stage, parity, which, count, dirty, before, cur
+
+
+@cute.jit
+def head_ends(k: cutlass.Constexpr, drafts: Boolean):
+    """(logits, final norm) of the target or of the drafter. Here, not carried through the layers:
+    registers are short."""
+    logits, norm = arg(k, Arg.LOGITS), arg(k, Arg.FINAL_NORM)
+    if cutlass.const_expr(k.c.draft):
+        if drafts:
+            logits, norm = arg(k, Arg.DRAFT_LOGITS), arg(k, Arg.DRAFT_NORM)
+    return logits, norm
 
 
 @cute.jit

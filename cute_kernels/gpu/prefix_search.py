@@ -201,13 +201,12 @@ def floor_of_maxima(k: cutlass.Constexpr, rank: Int32):
     All warps; the maxima are padded with -inf to a multiple of 4."""
     n = word(k, W.MAXIMA)
     if k.tid < n:
-        mine, before, i = sync.lds(k.red + MAXIMA_AT + 4 * k.tid), Int32(0), Int32(0)
-        while i < n:
-            four = sync.lds_quad(k.red + MAXIMA_AT + 4 * i)
+        mine, before = sync.lds(k.red + MAXIMA_AT + 4 * k.tid), Int32(0)
+        for i in cutlass.range(n >> 2, unroll=4):
+            four = sync.lds_quad(k.red + MAXIMA_AT + 16 * i)
             for e in cutlass.range_constexpr(4):
-                same = Int32(four[e] == mine) & Int32(i + e < k.tid)
+                same = Int32(four[e] == mine) & Int32(4 * i + e < k.tid)
                 before = before + (Int32(four[e] > mine) | same)
-            i = i + 4
         if before == rank - 1:
             put(k, W.LOW, key_of(sync.maximum([mine, Float32(LOWEST)])))
 

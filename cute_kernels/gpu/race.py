@@ -38,6 +38,7 @@ from cute_kernels.gpu.prefix_search import (
 from cute_kernels.gpu.sync import ptx_do, ptx_read
 
 SLACK = 1e-3
+PAIR = 2  # blocks of noise that are made together: each is a long chain of dependent instructions
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 HIGHEST = 3.4028234663852886e38
 NUMBERS = 4294967296.0
@@ -126,12 +127,14 @@ def run_race(k: cutlass.Constexpr, row: Int64, position: Int32, temperature: Flo
         load_items(k, row, first + QUADS * threads, listed, coming, following)
         reach, hits = number(k, W.REACH), Int32(0)
         low = hopeless_below(largest, temperature, cut, reach)
-        for i in cutlass.range_constexpr(QUADS):
-            if sync.maximum([now[4 * i + e] for e in range(4)]) >= low:
-                coins = exact.numbers(blocks[i], position, keys)
-                for e in cutlass.range_constexpr(4):
-                    limit = exp2((now[4 * i + e] - largest) * scale) * reach
-                    hits = mark_if(coins[e], limit, hits, 4 * i + e)
+        for i in cutlass.range_constexpr(0, QUADS, PAIR):
+            if sync.maximum([now[4 * i + e] for e in range(4 * PAIR)]) >= low:
+                for j in cutlass.range_constexpr(PAIR):
+                    coins = exact.numbers(blocks[i + j], position, keys)
+                    for e in cutlass.range_constexpr(4):
+                        x = 4 * (i + j) + e
+                        limit = exp2((now[x] - largest) * scale) * reach
+                        hits = mark_if(coins[e], limit, hits, x)
         while hits != 0:
             bit = sync.lowest_bit(hits)
             hits = hits & (hits - 1)

@@ -27,7 +27,8 @@ def results_of(logits: torch.Tensor, c: Config) -> torch.Tensor:
         top = torch.where(z.isnan(), float("-inf"), z).amax(1)
         first = torch.where(z == top[:, None], i, 2**31 - 1).amin(1)
         safe = torch.where(top > float("-inf"), top, 0)
-        total = torch.exp2((z - safe[:, None]) * LOG2_E).sum(1)
+        # in fp64: torch's order of a sum depends on the number of rows
+        total = torch.exp2((z - safe[:, None]) * LOG2_E).double().sum(1).float()
         out[:, cta, 0], out[:, cta, 1] = top.view(torch.int32), first.int()
         out[:, cta, 2] = total.view(torch.int32)
         out[:, cta, 3] = (~(z < float("inf"))).any(1).int()
