@@ -7,7 +7,9 @@ A result file is experiments/results/NAME.json: `about` (the command), `device` 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -57,12 +59,14 @@ def quiet() -> None:
 
 
 def save(name: str, path: Path, device: str, fields: dict[str, Any], quick: bool = False) -> None:
-    """Write a result file."""
+    """Write a result file. Its `load` is the machine's, the script's own part included: times of a
+    CPU that others used at the same time are worth little."""
     origin = provenance()
     result = {
         "about": f"python -m experiments.{name}" + (" --quick" if quick else ""),
         "device": origin.get("gpu", "cuda") if device == "cuda" else "cpu",
         **origin,
+        "load": round(os.getloadavg()[0], 1),
         **fields,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,14 +74,19 @@ def save(name: str, path: Path, device: str, fields: dict[str, Any], quick: bool
     print(f"written to {path}")
 
 
-def picture(name: str, title: str, x: str, y: str, size: tuple[float, float] = (6.4, 3.6)) -> Any:
-    """(figure, axes) in the projects' one style: grey, thin, readable in black and white."""
+def digest(path: Path) -> str:
+    """Of a result file: what a picture says it was drawn from."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def picture(title: str, x: str, y: str, size: tuple[float, float] = (6.4, 3.4)) -> Any:
+    """(figure, axes) in the one style of all: grey, thin, readable in black and white."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": name, "font.size": 9, "hatch.linewidth": 0.5})
+    plt.rcParams.update({"svg.hashsalt": "megadecode", "font.size": 9, "hatch.linewidth": 0.5})
     figure, axes = plt.subplots(figsize=size)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x)
@@ -86,13 +95,12 @@ def picture(name: str, title: str, x: str, y: str, size: tuple[float, float] = (
     return figure, axes
 
 
-def keep(figure: Any, name: str) -> Path:
-    """Write a picture where the report looks for it; the same bytes for the same figures."""
-    PICTURES.mkdir(exist_ok=True)
-    path = PICTURES / f"{name}.svg"
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+def keep(figure: Any, name: str, source: Path) -> None:
+    """Write a picture where the report looks for it, with what it was drawn from."""
     import matplotlib.pyplot as plt
 
+    PICTURES.mkdir(exist_ok=True)
+    figure.tight_layout()
+    about = f"drawn from {source.name} {digest(source)}"
+    figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None, "Description": about})
     plt.close(figure)
-    return path

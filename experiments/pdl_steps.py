@@ -60,11 +60,9 @@ def measure(folder: Path, name: str, rounds: int) -> list[dict[str, Any]]:
         want = rig.logits[:rows].clone()
         graph = PdlStep(folder, name, weights, Context(c.shape, context, STEPS + 16, 4))
         graph.begin(step, tokens)
-        graph.launch(0)
-        torch.cuda.synchronize()
+        graph.run(0)
         got, chosen = graph.logits[:rows].clone(), graph.choose.chosen[:rows].tolist()
-        graph.launch(1)
-        torch.cuda.synchronize()
+        graph.run(1)
         plain = PdlStep(folder, name, weights, Context(c.shape, context, STEPS + 16, 4), False)
         plain.begin(step, tokens)
         us: dict[str, list[float]] = {}

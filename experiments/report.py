@@ -1,23 +1,28 @@
-"""Write the README's figures from the result files; nothing there is typed by hand.
+"""Write the README's figures and experiments/REPORT.md from the result files; nothing in them is
+typed by hand.
 
-python -m experiments.report            # rewrite README.md between its markers
-python -m experiments.report --check    # exit code 1 when it is out of date
+python -m experiments.report            # README.md between its markers, REPORT.md, pictures
+python -m experiments.report --check    # exit code 1 when one of them is out of date
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from experiments.common import PICTURES, digest
+from experiments.report_pages import PAGES
 from megadecode.training.card import tau_table
 
 SHIPPED = Path(__file__).parent.parent / "megadecode" / "drafter" / "shipped"
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
+REPORT = Path(__file__).parent / "REPORT.md"
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 
 
@@ -226,9 +231,98 @@ def handoffs() -> list[str]:
     return lines
 
 
+def rivals() -> list[str]:
+    """Against graphs, in short."""
+    result = read("pdl_steps")
+    lines = []
+    if result is not None:
+        lines += [
+            f"**The kernel's verify step against a graph of the same phases** with programmatic "
+            f"edges, us, {result['device']} ({_where(result)}; same logits, bit for bit).",
+            "",
+            "| step | kernel | graph_pdl | graph of plain edges |",
+            "|---|---|---|---|",
+        ]
+        for model, cases in result["models"].items():
+            for case in cases:
+                us = case["us"]
+                cells = (us["kernel"], us["graph_pdl"], us["graph of plain edges"])
+                lines.append(
+                    f"| {model}, {case['rows']} row{'s' * (case['rows'] > 1)} at {case['context']} "
+                    f"| {' | '.join(f'{v:.0f}' for v in cells)} |"
+                )
+        lines.append("")
+    measured = [name for name in PAGES if read(name) is not None]
+    if measured:
+        lines.append(
+            "Rivals, traces and what was claimed elsewhere, each with its script: "
+            "[experiments/REPORT.md](experiments/REPORT.md)."
+        )
+    return lines
+
+
+def report() -> str:
+    """The whole of REPORT.md."""
+    lines = [
+        "# Report",
+        "",
+        "What the project measures against, and what came out. Written by "
+        "`python -m experiments.report` from `experiments/results`; "
+        "`python -m experiments.run_all --full` makes those. Absolute times hold on the machine "
+        "named with them.",
+    ]
+    missing = []
+    for name, (title, page) in PAGES.items():
+        result = read(name)
+        if result is None:
+            missing.append(f"- {title}: `python -m experiments.{name}`")
+            continue
+        lines += ["", f"## {title}", "", *page(result)]
+        if drawn_from(name) is not None:
+            lines += ["", f"![{title}](pictures/{name}.svg)"]
+        lines += ["", f"`{result['about']}` on {result['device']}: {_where(result)}."]
+    if missing:
+        lines += ["", "## Not measured yet", "", *missing]
+    return "\n".join(lines) + "\n"
+
+
+def drawn_from(name: str) -> str | None:
+    """The digest of the result file that a picture was drawn from; None without a picture."""
+    path = PICTURES / f"{name}.svg"
+    if not path.exists():
+        return None
+    found = re.search(r"drawn from \S+ ([0-9a-f]+)", path.read_text(encoding="utf-8"))
+    return found.group(1) if found else ""
+
+
+def stale_pictures() -> list[str]:
+    """Pictures that their result file has left behind."""
+    names = [path.stem for path in sorted(PICTURES.glob("*.svg"))]
+    return [
+        name
+        for name in names
+        if not (RESULTS / f"{name}.json").exists()
+        or drawn_from(name) != digest(RESULTS / f"{name}.json")
+    ]
+
+
+def redraw() -> None:
+    """Draw what is missing or stale. Needs matplotlib; without it pictures stay as they are."""
+    try:
+        import matplotlib  # noqa: F401
+
+        from experiments.report_pictures import DRAWN, draw
+    except ImportError:
+        print("pictures are not drawn: matplotlib is not installed")
+        return
+    for name in DRAWN:
+        if read(name) is not None and drawn_from(name) != digest(RESULTS / f"{name}.json"):
+            draw(name, read(name))
+
+
 def figures() -> str:
     """Everything between the markers."""
-    sections = (cpu_speed, ping, speculation, drafter, gpu_steps, gpu_truth, handoffs)
+    sections = (cpu_speed, ping, speculation, drafter, gpu_steps, gpu_truth, handoffs, rivals)
     parts = [part for part in (section() for section in sections) if part]
     body = "\n\n".join("\n".join(part) for part in parts)
     return f"{BEGIN}\n{body}\n{END}"
@@ -245,11 +339,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    new = rewritten(text)
+    if not args.check:
+        redraw()
+    pages = {README: rewritten(README.read_text(encoding="utf-8")), REPORT: report()}
     if args.check:
-        sys.exit(0 if new == text else "README.md is out of date: python -m experiments.report")
-    README.write_text(new, encoding="utf-8")
+        old = [p.name for p, new in pages.items() if p.read_text(encoding="utf-8") != new]
+        old += stale_pictures()
+        sys.exit(f"out of date: {', '.join(old)}: python -m experiments.report" if old else 0)
+    for path, new in pages.items():
+        path.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -139,6 +139,11 @@ def draft_shape(drafter: DrafterConfig, c: Config) -> DraftShape:
             "Use draft='off' or device='cpu'"
         )
 
+    if not c.draft:
+        raise ModelError(
+            f"drafter {drafter.name!r}: shared memory of {c.arch} is too small for {c.shape.name} "
+            "to speculate. Use draft='off' or device='cpu'"
+        )
     for key in ("hidden", "heads", "kv_heads", "head_dim", "ffn"):
         found, wanted = getattr(drafter, key), getattr(c.shape, key)
         if found != wanted:

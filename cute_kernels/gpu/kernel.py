@@ -121,7 +121,8 @@ def run_consumers(k: cutlass.Constexpr, parts: cutlass.Constexpr):
                 if drafts == False:  # noqa: E712 - a run-time value
                     stage, parity = call(parts.prompt, "run_prompt", k, kind, stage, parity)
         if cutlass.const_expr(parts.decide is not None):
-            if desc_word(k, Desc.DECIDE) != 0:  # DECODE, ROWS
+            # DECODE, ROWS; a LEAVE step has the word of the step before it
+            if (desc_word(k, Desc.DECIDE) != 0) & (kind != int(Segment.LEAVE)):
                 call(parts.decide, "decide_rows", k)
         note_phase(k, Int32(0))
         if (has_results == False) & (kind != int(Segment.ROWS)):  # noqa: E712

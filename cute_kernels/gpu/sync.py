@@ -489,11 +489,6 @@ def add_shared(addr, v):
     return ptx_read("atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", [Int32], addr, v)
 
 
-def bound_shared(op, addr, v):
-    """op: min or max, of unsigned words, atomically."""
-    ptx_do(f"red.shared.{op}.u32 [{{$r0}}], {{$r1}};", addr, v)
-
-
 # -- whole warps -------------------------------------------------------------------------------
 def warp_reduce(op, v):
     """op: add, min, max or or, of unsigned words; the result in every lane."""

@@ -2,11 +2,11 @@
 
 A value and its column make one whole number, larger where the value is, then where the column is
 smaller; no two are equal, so the first `want` of a row are those from some number on. One pass over
-the row takes every thread's largest value: the want-th of these is reached by `want` values at
-least, not by many more unless the row is made to spite it, and only in vectors of the threads whose
-largest value does. Those vectors are looked at again for all that reach it. Where that is more than
-shared memory has room for, the number is bisected until what it leaves fits. What was collected is
-ordered by counting, for each, how many are larger.
+the row takes every thread's largest value. A value that `want` of these reach is reached by `want`
+values of the row at least, not by many more unless the row is made to spite it, and only in vectors
+of the threads whose largest value does. Those vectors are looked at again for all that reach it.
+Where that is more than shared memory has room for, the number is bisected until what it leaves
+fits. What was collected is ordered by counting, for each, how many are larger.
 
 Loads come from L2, many of a thread together: one SM takes 64 bytes a cycle from it, which needs
 some 40 KB on their way.
@@ -32,7 +32,7 @@ from cute_kernels.gpu.sync import ptx_read
 AT_ONCE, AGAIN_AT_ONCE = 16, 8  # vectors of a thread
 COLUMN_BITS = 18  # of a number: more columns than any vocabulary has
 LOWEST_KEY = 0x00800000  # of the lowest finite value
-N_HOT, LEAST, MOST, COUNTS = WORDS, WORDS + 4, WORDS + 8, WORDS + 24  # COUNTS: one a warp
+N_HOT, COUNTS = WORDS, WORDS + 24  # COUNTS: one a warp
 TOO_MANY = 4096
 NEG_INF = -float("inf")
 
@@ -186,27 +186,24 @@ def collect(k: cutlass.Constexpr, row: Int64, columns: Int32, least: Int64, larg
 # -- order -------------------------------------------------------------------------------------
 @cute.jit
 def bound(k: cutlass.Constexpr, largest: Uint32, want: Int32):
-    """(the want-th largest, the largest) of all threads' keys; want <= threads."""
-    threads, base = k.c.warps * 32, k.attention + FOUND
-    sync.sts_int(base + k.tid * 4, largest)
-    if k.tid == 0:
-        sync.sts_int(k.attention + LEAST, Uint32(0xFFFFFFFF))
-        sync.sts_int(k.attention + MOST, Uint32(0))
-        sync.sts_int(k.attention + N_HOT, Int32(0))
-    sync.consumer_sync(threads)
-    larger, at = Int32(0), base
-    while at < base + threads * 4:
-        for j in cutlass.range_constexpr(4):
-            for other in sync.lds_words(at + 16 * j):
-                larger = larger + Int32(other > largest)
-        at = at + 64
-    least = sync.select(larger < want, largest, Uint32(0xFFFFFFFF))
-    least, most = sync.warp_reduce("min", least), sync.warp_reduce("max", largest)
+    """(a key that at least `want` of all threads' keys reach, the largest key); want <= threads.
+    Each warp takes its share of `want` off the top; where keys are equal it takes more."""
+    warps, at = k.c.warps, k.attention + SORTED  # nothing is sorted yet
+    most = sync.warp_reduce("max", largest)
+    least, rest = most, largest
+    for _ in cutlass.range((want + warps - 1) // warps, unroll=1):
+        now = sync.warp_reduce("max", rest)
+        least = sync.select(now != 0, now, least)
+        rest = sync.select(rest == now, Uint32(0), rest)
     if k.lane == 0:
-        sync.bound_shared("min", k.attention + LEAST, least)
-        sync.bound_shared("max", k.attention + MOST, most)
-    sync.consumer_sync(threads)
-    return sync.lds_word(k.attention + LEAST), sync.lds_word(k.attention + MOST)
+        sync.sts_int(at + k.wid * 8, least)
+        sync.sts_int(at + k.wid * 8 + 4, most)
+    if k.tid == 0:
+        sync.sts_int(k.attention + N_HOT, Int32(0))
+    sync.consumer_sync(warps * 32)
+    one = at + cutlass.min(k.lane, warps - 1) * 8
+    least, most = sync.lds_word(one), sync.lds_word(one + 4)
+    return sync.warp_reduce("min", least), sync.warp_reduce("max", most)
 
 
 @cute.jit
@@ -255,8 +252,8 @@ def top_k(k: cutlass.Constexpr, row: Int64, columns: Int32, want: Int32):
 
     row: address of fp32 [columns], 16-byte aligned, readable up to a multiple of 4, written by
     whomever before a hand-off that every thread here has seen or is synchronised with; no NaN and
-    no +inf among the columns. Uses SMEM_BYTES of attention's part, from before the call until the
-    caller's next `consumer_sync` behind its own reads of SORTED.
+    no +inf among the columns. Uses attention's part and the scratch for partial sums, which must be
+    free (rank_plan.py), until the caller's next `consumer_sync` behind its own reads of SORTED.
     """
     check_room(k.c)
     largest = key_of(own_largest(k, row, columns))

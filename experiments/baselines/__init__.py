@@ -5,9 +5,19 @@ setup)` opens one, `generate(prompt, n)` answers.
 """
 
 from experiments.baselines.core import Core, Setup
-from experiments.baselines.loops import KINDS, TURN, Baseline, Generated
+from experiments.baselines.loops import KINDS, TURN, Baseline, Eager, Generated, HostTree
 
-__all__ = ["KINDS", "TURN", "Baseline", "Core", "Generated", "Setup", "make"]
+__all__ = [
+    "KINDS",
+    "TURN",
+    "Baseline",
+    "Core",
+    "Eager",
+    "Generated",
+    "HostTree",
+    "Setup",
+    "make",
+]
 
 
 def make(name: str, setup: Setup) -> Baseline:

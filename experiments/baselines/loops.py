@@ -188,7 +188,7 @@ class HostTree(Baseline):
         clock.start()
         core.accepted.copy_(self._accepted, non_blocking=True)
         self._draft(keys)
-        clock.lap("launch")
+        clock.lap("launch draft")
         tokens, parents, depths = [self.anchor], [-1], [0]
         if core.nodes:
             self._ranked.copy_(core.ranked, non_blocking=True)
@@ -205,7 +205,7 @@ class HostTree(Baseline):
         clock.lap("marshal")
         self._verify(keys)
         self._decided.copy_(core.decided, non_blocking=True)
-        clock.lap("launch")
+        clock.lap("launch verify")
         self.finish()
         clock.lap("verify")
         decided = self._decided.tolist()

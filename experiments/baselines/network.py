@@ -64,7 +64,9 @@ def _context(
 
 def compiled(work: Callable[..., Any]) -> Callable[..., Any]:
     """Fused for exactly the shapes it is called with, however many those are."""
-    torch._dynamo.config.recompile_limit = 64
+    import torch._dynamo.config as limits
+
+    limits.recompile_limit = 64
     made: Callable[..., Any] = torch.compile(work, dynamic=False)
     return made
 

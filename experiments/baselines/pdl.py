@@ -50,7 +50,7 @@ class PdlStep:
         self.tokens = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
         self.board = torch.from_numpy(make_board()).cuda()
         self.choose = Choose(ROWS, s.vocab)
-        self.side = torch.cuda.Stream()
+        self.stream, self.side = torch.cuda.Stream(), torch.cuda.Stream()
         values = np.zeros(COUNT, np.int64)
         values[Arg.LAYERS] = s.layers
         self.parts = self.held | {
@@ -96,12 +96,18 @@ class PdlStep:
         self.choose(self.logits)
         main.wait_stream(self.side)
 
+    def run(self, which: int) -> None:
+        """One step, waited for."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            self.launch(which)
+        torch.cuda.synchronize()
+
     def capture(self, steps: int) -> torch.cuda.CUDAGraph:
         """A graph of so many steps, an even number of them or one for each set."""
         if steps not in self.graphs:
-            self.launch(0)  # warms up what Triton compiles
-            self.launch(1)
-            torch.cuda.synchronize()
+            self.run(0)  # warms up what Triton compiles
+            self.run(1)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 for i in range(steps):

@@ -153,3 +153,10 @@ def test_drafters_there_is_no_code_for_are_refused(changes, says):
     config = dataclasses.replace(drafter_config("odd-768"), **changes)
     with pytest.raises(ModelError, match=re.escape(says)):
         draft_shape(config, product("odd-768"))
+
+
+def test_a_shape_that_cannot_speculate_on_a_target_refuses_a_drafter():
+    c = product("odd-960", "sm_120a")
+    assert not c.draft
+    with pytest.raises(ModelError, match="shared memory of sm_120a is too small for odd-960 to"):
+        draft_shape(drafter_config("odd-960"), c)

@@ -88,7 +88,7 @@ class Drafter:
         self.held = {
             name: v.cuda() if isinstance(v, torch.Tensor) else v for name, v in self.held.items()
         }
-        self.held.pop("ROW_TABLE")  # the rig's
+        self.held.pop("ROW_TABLE", None)  # the rig's
         self.phases = draft_phases(s.layers, len(self.taps), 2)
 
     def features(self, rows: int) -> torch.Tensor:

@@ -16,9 +16,9 @@ WIDTH = 127
 _all: list[Engine] = []
 
 
-def make(model: Any, **options: Any) -> Engine:
+def make(model: Any, ctx: int = 2048, **options: Any) -> Engine:
     """An engine on the GPU that `turn` knows of."""
-    engine = Engine(model, **({"ctx": 2048, "device": "cuda", "park_after_s": 60.0} | options))
+    engine = Engine(model, ctx, **({"device": "cuda", "park_after_s": 60.0} | options))
     engine.park()
     _all.append(engine)
     return engine

@@ -50,11 +50,11 @@ KERNELS = os.environ["MEGADECODE_KERNELS"]
 GOLDEN = json.loads(pathlib.Path(os.environ["MEGADECODE_TAU"]).read_text())
 PROMPTS = GOLDEN["prompts"]
 POLICIES = {  # name: (nodes, chain); rows are nodes + 1
-    "chain": (7, True), "N=2": (1, False), "N=4": (3, False), "N=8": (7, False),
-    "N=16": (15, False), "N=17": (16, False), "N=32": (31, False), "N=64": (63, False),
-    "N=128": (127, False),
+    "chain": (7, True), "N2": (1, False), "N4": (3, False), "N8": (7, False),
+    "N16": (15, False), "N17": (16, False), "N32": (31, False), "N64": (63, False),
+    "N128": (127, False),
 }  # fmt: skip
-MODES = {"greedy": {}, "T=0.8": dict(temperature=0.8, top_p=0.95)}
+MODES = {"greedy": {}, "warm": dict(temperature=0.8, top_p=0.95)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,7 +127,7 @@ def test_alternatives_and_biases_are_plain_decodings(plain, engine):
     how = dict(logprobs=20, logit_bias={28: 3.0, 198: -4.0, 0: -100.0}, temperature=0.7, min_p=0.01)
     jobs = jobs_of("greedy", 12, 60, **how)
     want = run(plain, jobs)
-    for policy in ("chain", "N=16", "N=64"):
+    for policy in ("chain", "N16", "N64"):
         set_policy(engine, *POLICIES[policy])
         assert first_difference(run(engine, jobs), want) == ""
 
@@ -135,7 +135,7 @@ def test_alternatives_and_biases_are_plain_decodings(plain, engine):
 def test_20000_steps_at_temperature_one(plain, engine):
     """B67's kind of fault: slow leaks show after many rounds. All of it is plain decoding's."""
     start, steps, tokens, policy = time.monotonic(), 0, 0, 0
-    names = ["N=16", "chain", "N=64"]
+    names = ["N16", "chain", "N64"]
     while steps < 20_000 and time.monotonic() - start < 150:
         how = dict(temperature=1.0, max_new_tokens=1900)
         jobs = [(PROMPTS[i], params(seed=7 * policy + i, **how)) for i in range(4)]
@@ -165,7 +165,7 @@ def test_tau_is_the_cpu_devices(engine, policy):
 
 
 # -- what stands in the pages --------------------------------------------------------------------
-@pytest.mark.parametrize("policy", ["chain", "N=16", "N=64"])
+@pytest.mark.parametrize("policy", ["chain", "N16", "N64"])
 def test_keys_and_values_after_200_rounds(model, policy):
     """Of target and drafter: as near to fp32 as twice torch's bf16, and so a fresh prefill's; no
     position is another's. Paths skip rows: of the truths, some are second candidates."""
@@ -207,7 +207,7 @@ def test_keys_and_values_after_200_rounds(model, policy):
 
 
 # -- every kind of request -----------------------------------------------------------------------
-@pytest.mark.parametrize("policy", ["plain", "chain", "N=16", "N=64"])
+@pytest.mark.parametrize("policy", ["plain", "chain", "N16", "N64"])
 def test_requests_are_answered_as_on_the_cpu(policy):
     """500 mixed requests on a model whose answers rounding does not change."""
     if "MEGADECODE_TRACES" not in os.environ:

@@ -1,0 +1,325 @@
+"""The report's pages: for each experiment what it shows, a table, and where we lose.
+
+A page is a function of a result file's contents to Markdown lines. Figures in the prose are
+computed; what is judged is said as it follows from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Markdown."""
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    return lines + [f"| {' | '.join(map(str, row))} |" for row in rows]
+
+
+def baseline_steps(r: Result) -> list[str]:
+    lines = [
+        f"Every rival decodes the same weights with the same drafter, {r['rows']} rows a step. "
+        f"Wall time of a step that commits {r['committed']} tokens, and how much of it the device "
+        "works (its graphs replayed alone); the rest is the host's.",
+    ]
+    for model, forms in r["models"].items():
+        contexts = list(next(iter(forms.values()))["steps"])
+        head = [model, *(f"us at {n}" for n in contexts), "device, us", "tau", "not fp32's choice"]
+        rows = []
+        for form, row in forms.items():
+            steps = [row["steps"].get(n) for n in contexts]
+            graphs = steps[0].get("graphs_us") if steps[0] else None
+            text = row.get("text", {})
+            rows.append(
+                [
+                    form,
+                    *(f"{s['us']:.0f}" if s else "" for s in steps),
+                    f"{sum(graphs):.0f}" if graphs else "",
+                    f"{text['tau']:.2f}" if text else "",
+                    f"{text['not_fp32_s_choice']} of {text['tokens']}, at gaps to "
+                    f"{text['largest_gap']:.3f}"
+                    if text
+                    else "",
+                ]
+            )
+        lines += ["", *table(head, rows)]
+        host, fused = "graph_host_tree", "graph_host_tree, split-KV, fused"
+        if host in forms and fused in forms:
+            at = contexts[0]
+            a, b = forms[host]["steps"][at]["us"], forms[fused]["steps"][at]["us"]
+            lines += [
+                "",
+                f"At {at} positions fusing and split-KV attention take the host's loop from "
+                f"{a:.0f} to {b:.0f} us: {a / b:.1f}x without touching the host. A comparison with "
+                "the first form alone would flatter whoever makes it.",
+            ]
+    if r["failed"]:
+        lines += ["", "Failed: " + "; ".join(f"{k}: {v}" for k, v in r["failed"].items())]
+    return lines
+
+
+def pdl_steps(r: Result) -> list[str]:
+    rows, lost = [], []
+    for model, cases in r["models"].items():
+        for case in cases:
+            us = case["us"]
+            rows.append(
+                [
+                    f"{model}, {case['rows']} rows at {case['context']}",
+                    *(f"{us[k]:.1f}" for k in us),
+                    f"{case['graph_pdl / kernel']:.2f}",
+                    "yes" if case["logits_equal"] else "NO",
+                ]
+            )
+            if case["graph_pdl / kernel"] < 1:
+                lost.append(rows[-1][0])
+    first = next(iter(r["models"].values()))[0]["us"]
+    verdict = (
+        "The kernel is ahead in every case."
+        if not lost
+        else "**The graph is ahead** at " + "; ".join(lost) + "."
+    )
+    return [
+        "The honest rival: the same phases, one kernel each, in a graph whose edges are "
+        "programmatic, so that each streams weights before it waits. A verify step from tokens to "
+        f"choices, us; the logits are compared bit for bit. {verdict} A graph still needs a host "
+        "to replay it, and this one verifies only: the drafter, the tree and the commit of the "
+        "kernel's step have no such form here.",
+        "",
+        *table(["step", *first, "graph_pdl / kernel", "same bits"], rows),
+    ]
+
+
+def tree_build(r: Result) -> list[str]:
+    names = list(r["rows"][0]["us"])
+    rows = [
+        [row["budget"], *(f"{row['us'][n]:.1f}" for n in names),
+         f"{row['us']['python heap'] / min(row['us'].values()):.0f}x"]
+        for row in r["rows"]
+    ]  # fmt: skip
+    us = r["rows"][1]["us"]["python heap + mask"]
+    shares = [
+        f"{us / step:.2%} of {name} ({step:.0f} us)" for name, step in r["step_us"].items() if step
+    ]
+    return [
+        f"One tree of B nodes over {r['depth']} drafted positions, us; the builders' trees are the "
+        f"same. A heap in Python, its mask included, takes {us:.0f} us at "
+        f"B = {r['rows'][1]['budget']}"
+        + (", which is " + "; ".join(shares[:6]) + "." if shares else ".")
+        + " Whatever a faster builder is worth in a micro-benchmark, it buys that share of a step.",
+        "",
+        *table(["B", *names, "python heap / fastest"], rows),
+    ]
+
+
+def step_breakdown(r: Result) -> list[str]:
+    host = r["host_us"]
+    total = sum(host.values())
+    lines = [
+        f"`{r['form']}`, {r['model']} at {r['context']} positions, {r['rows']} rows: "
+        f"{r['us']:.0f} us a step.",
+        "",
+        *table(
+            ["host's clock", "us", "share"],
+            [[k, f"{v:.0f}", f"{v / total:.1%}"] for k, v in host.items()],
+        ),
+    ]
+    if "idle_us" in r:
+        graphs = ", ".join(f"{k} {v:.0f} us" for k, v in r["graphs_us"].items())
+        lines += [
+            "",
+            f"On the device: {graphs}; idle {r['idle_us']:.0f} us, {r['idle_us'] / r['us']:.0%}.",
+            "",
+            *table(
+                ["one thing changed", "us a step", "DRAM, mean", "idle samples", "longest gap"],
+                [
+                    [name, f"{row['us']:.0f}"]
+                    + (
+                        [f"{d['mean_percent']:.1f} %", f"{d['idle_share']:.0%}",
+                         f"{d['longest_gap_us']:.0f} us"]
+                        if (d := row["dram"])
+                        else ["", "", ""]
+                    )
+                    for name, row in r["switches"].items()
+                ],
+            ),
+            "",
+            "Idle samples say that nobody asks for memory, not why: the host's clock says that.",
+        ]  # fmt: skip
+    if "engine_us" in r:
+        stages = ", ".join(f"{k} {v:.0f} us" for k, v in r["engine_us"].items())
+        lines += ["", f"The CPU device's own loop at the same size: {stages}."]
+    return lines
+
+
+def context_sweep(r: Result) -> list[str]:
+    contexts = sorted({case["context"] for case in r["cases"]})
+    by = {(case["form"], case["context"]): case for case in r["cases"]}
+    forms = list(dict.fromkeys(case["form"] for case in r["cases"]))
+
+    def cell(form: str, n: int, key: str) -> str:
+        return f"{by[form, n][key]:.0f}" if (form, n) in by else ""
+
+    lines = [
+        f"{r['model']}, {r['rows']} rows, acceptance {r['acceptance']}. us a step:",
+        "",
+        *table(["", *contexts], [[f, *(cell(f, n, "us") for n in contexts)] for f in forms]),
+        "",
+        "Tokens per second, and in brackets with the prompt's time in the denominator of a "
+        f"request of {r['new_tokens']} tokens:",
+        "",
+        *table(
+            ["", *contexts],
+            [
+                [
+                    f,
+                    *(
+                        f"{cell(f, n, 'tok_s')} ({cell(f, n, 'with_prefill_tok_s')})"
+                        for n in contexts
+                    ),
+                ]
+                for f in forms
+            ],
+        ),
+    ]
+    if "megakernel" in forms:
+        ratios = [
+            f"{by[form, n]['us'] / by['megakernel', n]['us']:.1f}x {form} at {n}"
+            for form in forms if form != "megakernel"
+            for n in contexts if (form, n) in by and ("megakernel", n) in by
+        ]  # fmt: skip
+        lines += ["", "The megakernel's step against: " + "; ".join(ratios) + "."]
+    return [
+        *lines,
+        "",
+        "Equal columns of two contenders at a long context mean a common term, the prompt, not "
+        "equal steps.",
+    ]
+
+
+def dram_trace(r: Result) -> list[str]:
+    rows = []
+    for model, contenders in r["models"].items():
+        for form, row in contenders.items():
+            d, t = row["dram"], row.get("tensor")
+            rows.append(
+                [
+                    f"{model}, {form}", f"{d['mean_percent']:.1f} %", f"{d['of_the_stream']:.0%}",
+                    f"{d['idle_share']:.1%}", f"{d['longest_gap_us']:.0f}",
+                    f"{row['sm_active']['mean_percent']:.0f} %",
+                    f"{t['mean_percent']:.1f} %" if t else "",
+                ]
+            )  # fmt: skip
+    return [
+        f"Counters every {r['interval_us']} us, {r['rows']} rows at {r['context']} positions. The "
+        f"best plain stream of the same run reads {r['stream_mean_percent']:.1f} % of the peak.",
+        "",
+        *table(
+            ["", "DRAM, mean", "of the stream", "samples under 1 %", "longest gap, us",
+             "SMs active", "tensor pipe"],
+            rows,
+        ),
+    ]  # fmt: skip
+
+
+def kv_fragmentation(r: Result) -> list[str]:
+    names = list(r["cases"][0]["us"])
+    worst = max(
+        c["us"]["pages of 64 shuffled"] / c["us"]["pages of 64 in order"] for c in r["cases"]
+    )
+    single = max(c["us"]["single rows shuffled"] / c["us"]["contiguous"] for c in r["cases"])
+    return [
+        f"One layer's attention of {r['rows']} rows, us. Shuffling pages of 64 costs at most "
+        f"{worst - 1:.0%} over the same pages in order; single rows cost up to {single:.1f}x "
+        "contiguous keys. So a defragmentation has something to win only where a page is one "
+        "position; choosing larger pages wins the same for nothing.",
+        "",
+        *table(
+            ["", *names],
+            [
+                [f"{c['model']} at {c['context']}", *(f"{c['us'][n]:.1f}" for n in names)]
+                for c in r["cases"]
+            ],
+        ),
+    ]
+
+
+def compaction(r: Result) -> list[str]:
+    names = list(r["cases"][0]["us"])
+    return [
+        f"Moving the accepted path {list(r['path'])} to its places, all layers, us. It moves a few "
+        "hundred kilobytes: what it costs is launches.",
+        "",
+        *table(
+            ["", "bytes", *names],
+            [
+                [c["model"], c["bytes_moved"], *(f"{c['us'][n]:.1f}" for n in names)]
+                for c in r["cases"]
+            ],
+        ),
+    ]
+
+
+def marshaling(r: Result) -> list[str]:
+    names = list(r["cases"][0]["us"])
+    return [
+        "A step's data to the host and back, us of wall time. Lists and a mask with a column for "
+        "every position cost the most, and grow with the context; packed into one pinned copy each "
+        "way little is left but the wait itself (`none`).",
+        "",
+        *table(
+            ["rows", *names],
+            [[c["rows"], *(f"{c['us'][n]:.0f}" for n in names)] for c in r["cases"]],
+        ),
+    ]
+
+
+def chain_or_tree(r: Result) -> list[str]:
+    best = max(r["policies"], key=lambda row: row["tok_s"])
+    return [
+        f"{r['model']}, {r['prompts']} chat prompts, {r['tokens']} tokens each. A policy pays "
+        f"where its tau is above its break-even. Best here: {best['policy']}, {best['gain']:.2f}x "
+        "plain decoding.",
+        "",
+        *table(
+            ["policy", "tau", "break-even tau", "step, us", "tok/s", "gain"],
+            [
+                [p["policy"], f"{p['tau']:.2f}", f"{p['break_even']:.2f}", f"{p['step_us']:.0f}",
+                 f"{p['tok_s']:.0f}", f"{p['gain']:.2f}"]
+                for p in r["policies"]
+            ],
+        ),
+    ]  # fmt: skip
+
+
+def host_stall(r: Result) -> list[str]:
+    first = next(iter(r["contenders"].values()))
+    return [
+        f"{r['model']}, {r['rows']} rows: tokens per second while the host is disturbed, and the "
+        "share of the undisturbed rate that is kept.",
+        "",
+        *table(
+            ["", *first],
+            [
+                [form, *(f"{row['tok_s']:.0f} ({row['kept']:.1%})" for row in rows.values())]
+                for form, rows in r["contenders"].items()
+            ],
+        ),
+    ]
+
+
+PAGES: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
+    "baseline_steps": ("Rivals: a step's time", baseline_steps),
+    "pdl_steps": ("Against a graph of the same phases", pdl_steps),
+    "context_sweep": ("Over the length of the context", context_sweep),
+    "dram_trace": ("DRAM over time", dram_trace),
+    "host_stall": ("While the host stands still", host_stall),
+    "step_breakdown": ("Where a host's loop spends its step", step_breakdown),
+    "tree_build": ("Building the tree", tree_build),
+    "chain_or_tree": ("Chain or tree", chain_or_tree),
+    "kv_fragmentation": ("Scattered pages", kv_fragmentation),
+    "compaction": ("Compaction", compaction),
+    "marshaling": ("Marshaling", marshaling),
+}

@@ -1,0 +1,132 @@
+"""The report's pictures, one message each, drawn from the result files; needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from experiments.common import HATCHES, LINES, MARKS, RESULTS, keep, picture
+
+Result = dict[str, Any]
+
+
+def tree_build(r: Result) -> Any:
+    figure, axes = picture(
+        "A heap in Python is slow, and small beside a step", "tree nodes B", "us per tree"
+    )
+    budgets = [row["budget"] for row in r["rows"]]
+    for i, name in enumerate(r["rows"][0]["us"]):
+        us = [row["us"][name] for row in r["rows"]]
+        axes.loglog(budgets, us, LINES[i % 4], marker=MARKS[i % 6], color="black", label=name)
+    axes.set_xticks(budgets, [str(b) for b in budgets])
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+    return figure
+
+
+def baseline_steps(r: Result) -> Any:
+    model, forms = next(iter(r["models"].items()))
+    at = next(iter(next(iter(forms.values()))["steps"]))
+    shown = {form: row["steps"][at] for form, row in forms.items() if at in row["steps"]}
+    figure, axes = picture(
+        f"What the host leaves of a step: {model}, {r['rows']} rows at {at} positions",
+        "us per step", "", (7.2, 3.4),
+    )  # fmt: skip
+    names = list(shown)[::-1]
+    total = [shown[n]["us"] for n in names]
+    device = [min(sum(shown[n].get("graphs_us") or [0.0]), shown[n]["us"]) for n in names]
+    axes.barh(names, device, color="0.35", label="device works")
+    rest = [t - d for t, d in zip(total, device)]
+    axes.barh(names, rest, left=device, color="white", edgecolor="black", hatch=HATCHES[1],
+              label="the rest: host, gaps")  # fmt: skip
+    axes.legend(frameon=False)
+    return figure
+
+
+def context_sweep(r: Result) -> Any:
+    figure, axes = picture(
+        f"A step over the length of the context: {r['model']}, {r['rows']} rows",
+        "context, positions", "us per step",
+    )  # fmt: skip
+    forms = list(dict.fromkeys(case["form"] for case in r["cases"]))
+    for i, form in enumerate(forms):
+        points = sorted((c["context"], c["us"]) for c in r["cases"] if c["form"] == form)
+        axes.loglog(*zip(*points), LINES[i % 4], marker=MARKS[i % 6], color="black", label=form)
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def dram_trace(r: Result) -> Any:
+    import matplotlib.pyplot as plt
+
+    model, contenders = list(r["models"].items())[-1]
+    figure, all_axes = plt.subplots(
+        len(contenders), 1, sharex=True, sharey=True, figsize=(7.2, 1.2 * len(contenders) + 0.8)
+    )
+    places = all_axes.flat if len(contenders) > 1 else [all_axes]
+    for axes, (form, row) in zip(places, contenders.items()):
+        axes.fill_between(row["excerpt_us"], row["excerpt_dram"], color="0.3", step="post", lw=0)
+        axes.set_title(f"{form}: mean {row['dram']['mean_percent']:.0f} %", fontsize=8, loc="left")
+        axes.set_ylim(0, 100)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("us")
+    figure.supylabel("DRAM, % of the peak", fontsize=9)
+    figure.suptitle(f"{model}, {r['rows']} rows at {r['context']} positions", fontsize=10)
+    return figure
+
+
+def kv_fragmentation(r: Result) -> Any:
+    model = r["cases"][-1]["model"]
+    cases = [c for c in r["cases"] if c["model"] == model]
+    figure, axes = picture(
+        f"Pages of 64 need no defragmentation: {model}, {r['rows']} rows",
+        "context, positions", "us per layer",
+    )  # fmt: skip
+    names = [n for n in cases[0]["us"] if "copy" not in n]
+    for i, name in enumerate(names):
+        x = [j + (i - 1.5) * 0.2 for j in range(len(cases))]
+        axes.bar(x, [c["us"][name] for c in cases], 0.2, color="white" if i else "0.6",
+                 edgecolor="black", hatch=HATCHES[i], label=name)  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(cases)), [str(c["context"]) for c in cases])
+    axes.legend(frameon=False)
+    return figure
+
+
+def chain_or_tree(r: Result) -> Any:
+    figure, axes = picture(
+        f"What a step commits, and what it must: {r['model']}", "", "tokens per step"
+    )
+    names = [p["policy"] for p in r["policies"]]
+    axes.bar(names, [p["tau"] for p in r["policies"]], color="0.7", edgecolor="black", label="tau")
+    axes.plot(names, [p["break_even"] for p in r["policies"]], "_", ms=28, mew=2, color="black",
+              label="break-even")  # fmt: skip
+    axes.legend(frameon=False)
+    return figure
+
+
+def host_stall(r: Result) -> Any:
+    figure, axes = picture("What is kept of the rate while the host is disturbed", "", "%")
+    contenders = r["contenders"]
+    kinds = [k for k in next(iter(contenders.values())) if k != "none"]
+    for i, (form, rows) in enumerate(contenders.items()):
+        x = [j + (i - (len(contenders) - 1) / 2) * 0.2 for j in range(len(kinds))]
+        fill = "0.35" if form == "megakernel" else "white"
+        axes.bar(x, [100 * rows[k]["kept"] for k in kinds], 0.2, color=fill, edgecolor="black",
+                 hatch=HATCHES[i], label=form)  # fmt: skip
+    axes.set_xticks(range(len(kinds)), kinds)
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+DRAWN: dict[str, Callable[[Result], Any]] = {
+    "baseline_steps": baseline_steps, "tree_build": tree_build, "context_sweep": context_sweep,
+    "dram_trace": dram_trace, "kv_fragmentation": kv_fragmentation, "chain_or_tree": chain_or_tree,
+    "host_stall": host_stall,
+}  # fmt: skip
+
+
+def draw(name: str, result: Result) -> None:
+    """Draw an experiment's picture, if it has one."""
+    if name in DRAWN:
+        keep(DRAWN[name](result), name, RESULTS / f"{name}.json")

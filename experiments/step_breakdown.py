@@ -1,0 +1,161 @@
+"""Where a step's time goes in a host's loop, and which diagnosis each signature allows.
+
+    python -m experiments.step_breakdown [--device cpu] [--context 512]
+
+`host_us`: the host's clock over `graph_host_tree`: launches, waits, unpacking, heap, mask,
+marshaling, acceptance; on a GPU beside the device's own time of the two graphs: what is left is
+idle. (On the CPU a launch is the work itself.) On the CPU device the engine's own stages stand
+beside it. `switches`, on a GPU: one thing changed at a time: verify launched kernel by kernel
+instead of replayed, a scheduler that takes 20 ms every 8 steps, a drafter with full attention in
+place of its window. With CUPTI each has its DRAM trace: an idle DRAM alone tells an eager verify
+and a slow scheduler apart as little as the seeds' readings could.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from experiments.baseline_steps import COMMITTED, FORMS, forget, replay_us, setup_of, timed
+from experiments.baselines import Baseline, Eager, HostTree, Setup, make
+from experiments.baselines.models import OnDevice, open_model
+from experiments.common import default_device, parser, quiet, save
+from megadecode.drafter.config import FULL
+from megadecode.drafter.io import Drafter
+
+SCHEDULER_S = 0.02
+
+
+class EagerVerify(HostTree):
+    """Drafts from a graph, verifies kernel by kernel."""
+
+    name = "eager verify"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        pool, self._pool = self._pool, None
+        self._verify = self.graph("verify")
+        self._pool = pool
+
+
+def full_attention(drafter: Drafter) -> Drafter:
+    """The same drafter without its window. What it drafts is another matter; its time is meant."""
+    config = dataclasses.replace(
+        drafter.config, layer_types=(FULL,) * drafter.config.layers, window=None, is_causal=False
+    )
+    return Drafter(config, drafter.tensors())
+
+
+def dram(rival: Baseline, steps: int) -> dict[str, float] | None:
+    """DRAM over some steps, or None without CUPTI."""
+    from experiments import pm_sampling
+
+    def work() -> None:
+        for _ in range(steps):
+            rival.step()
+        rival.finish()
+
+    try:
+        trace = pm_sampling.sample(work, [pm_sampling.DRAM, pm_sampling.SM]).busy()
+    except (ImportError, RuntimeError, ValueError, PermissionError) as error:
+        print(f"no trace: {error}")
+        return None
+    return trace.figures(pm_sampling.DRAM)
+
+
+def switches(weights: Any, drafter: Drafter, args: Any) -> dict[str, dict[str, Any]]:
+    """One change at a time."""
+    ctx = args.context + 64 * COMMITTED
+
+    def base(kind: type[HostTree], draft: Drafter = drafter) -> HostTree:
+        setup = setup_of("graph_host_tree, split-KV", weights, draft, ctx, args, forced=0)
+        return kind(setup)
+
+    def scheduled() -> HostTree:
+        made = base(HostTree)
+        made.scheduler_s = SCHEDULER_S
+        return made
+
+    cases: dict[str, Callable[[], HostTree]] = {
+        "as it is": lambda: base(HostTree),
+        "verify not replayed": lambda: base(EagerVerify),
+        "nothing replayed": lambda: base(Eager),
+        f"a scheduler's {SCHEDULER_S * 1e3:.0f} ms every 8 steps": scheduled,
+        "drafter with full attention": lambda: base(HostTree, full_attention(drafter)),
+    }
+    out = {}
+    for name, open_rival in cases.items():
+        rival = open_rival()
+        row: dict[str, Any] = {"us": timed(rival, args.context, 16, 1)["us"]}
+        rival.pretend(args.context, 40)
+        row["dram"] = dram(rival, 24)
+        out[name] = row
+        d = row["dram"] or {"mean_percent": float("nan"), "idle_share": float("nan")}
+        traced = f"DRAM {d['mean_percent']:.1f} %, idle {d['idle_share']:.1%}"
+        print(f"{name:40s} {row['us']:9.1f} us, {traced}", flush=True)
+        del rival
+        forget()
+    return out
+
+
+def engine_stages(args: Any) -> dict[str, float]:
+    """The CPU device's own stages at the same size, us a step."""
+    from megadecode import Engine, SamplingParams
+    from megadecode.trace import stage_us
+
+    ids = [1000 + i % 40000 for i in range(args.context)]
+    with Engine(args.model, ctx=args.context + 64, slots=1, budget=args.rows - 1) as engine:
+        engine.submit(ids[:64], SamplingParams(max_new_tokens=4)).result()
+        engine.trace(reset=True)
+        engine.submit(ids, SamplingParams(max_new_tokens=24, ignore_eos=True)).result()
+        return stage_us([f for f in engine.trace() if f.kind == "decode"])
+
+
+def main() -> None:
+    """Command line."""
+    made = parser(__doc__, "step_breakdown")
+    made.add_argument("--device", default=default_device())
+    made.add_argument("--model", default="smollm2-135m")
+    made.add_argument("--context", type=int, default=0, help="0: 46,000 on a GPU, 512 elsewhere")
+    made.add_argument("--rows", type=int, default=16)
+    made.add_argument("--steps", type=int, default=24)
+    args = made.parse_args()
+    quiet()
+    gpu = args.device == "cuda"
+    args.context = args.context or (46000 if gpu else 512)
+    if args.quick or not gpu:
+        args.steps = min(args.steps, 8)
+    weights, drafter = open_model(args.model, args.device)
+    rounded = OnDevice(weights, args.device, torch.bfloat16 if gpu else torch.float32)
+    form = "graph_host_tree, split-KV" if gpu else "graph_host_tree"
+    ctx = args.context + (args.steps + 8) * COMMITTED
+    rival = make(FORMS[form][0], setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1))
+    row = timed(rival, args.context, args.steps, 1)
+    stages = dict(row["host_us"])
+    fields: dict[str, Any] = {
+        "model": args.model, "context": args.context, "rows": args.rows, "form": form,
+        "us": row["us"], "host_us": stages,
+    }  # fmt: skip
+    if gpu:
+        rival.pretend(args.context, 4)
+        fields["graphs_us"] = dict(zip(("commit and draft", "verify"), replay_us(rival, 5)))
+        fields["idle_us"] = row["us"] - sum(fields["graphs_us"].values())
+    del rival
+    forget()
+    print(f"{form} at {args.context}: {row['us']:.0f} us a step")
+    for stage, us in stages.items():
+        print(f"  {stage:10s} {us:10.1f} us  {us / sum(stages.values()):6.1%}")
+    if gpu:
+        print("  on the device:", fields["graphs_us"], "idle:", f"{fields['idle_us']:.0f} us")
+        fields["switches"] = switches(rounded, drafter, args)
+    else:
+        fields["engine_us"] = engine_stages(args)
+        print("engine:", {k: round(v) for k, v in fields["engine_us"].items()})
+    save("step_breakdown", args.json, args.device, fields, args.quick)
+
+
+if __name__ == "__main__":
+    main()
