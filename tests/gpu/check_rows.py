@@ -160,10 +160,10 @@ def check_context(kernel, name: str, rows: int, position: int) -> str:
 
 def times(kernel, c, n: int) -> str:
     """Medians over steps of one launch: microseconds from the descriptor to the decision of row 0,
-    and of that since the head's last sums."""
+    and of that since the head's last sums; and of chunks of a prompt at 1,024."""
     model = Model(c.shape, seed=11)
     packed, rng = model.packed(c), random.Random(1)
-    ctx = Context(c.shape, n, ROOM, seed=2)
+    ctx = Context(c.shape, n, 512, seed=2)
     rig, _ = make_rig(kernel, c, model, packed, ctx)
     out = []
     for rows in (1, 16, 32, 64, 128):
@@ -178,6 +178,11 @@ def times(kernel, c, n: int) -> str:
         at = rig.board[Board.STAMP : Board.STAMP + 32].cpu().numpy().view(np.int64)
         decide = (at[Stamp.DECIDED] - at[Stamp.HEAD]) / 1000
         out.append(f"{rows} rows {whole:.0f} ({decide:.0f})")
+    for rows in (32, 256):  # a chunk between two steps of one row
+        chunk = [prompt_step(rows, 1024, c.shape.layers), decode_step([1], n, c.shape.layers)]
+        ns = rig.run([chunk[1], *[*chunk] * 8, chunk[1]])["ns"][:, 0]
+        ns = ns[ns > 0]
+        out.append(f"chunk of {rows} {(np.median(np.diff(ns)[:-1]) - np.diff(ns)[-1]) / 1000:.0f}")
     return "  ".join(out)
 
 
