@@ -146,25 +146,41 @@ def shift(values: cute.Tensor):
 
 
 @cute.jit
+def append(k: cutlass.Constexpr, x: Float32, token: Int32):
+    """To the list; how many there were before."""
+    seen = sync.add_shared(at(k, W.FOUND), Int32(1))
+    if seen < LISTED:
+        sync.sts_long(k.red + 8 * seen, packed(x, token))
+    return seen
+
+
+@cute.jit
 def survey(k: cutlass.Constexpr, row: Int64, temperature: Float32):
-    """Mass of the prefix so far, per warp into the list's place."""
+    """Mass of the prefix so far, per warp into the sorted list's place; its tokens with LOW <= x
+    into the list, in any order."""
     threads = k.c.warps * 32
     cut, last, largest = number(k, W.CUT), word(k, W.LAST), number(k, W.LARGEST)
     inverse, total, first = exact.inverse_temperature(temperature), Int64(0), Int32(0)
+    floor = value_of(Uint32(word(k, W.LOW)))
     # exp(-31) < 2^-44: nothing below has mass
     low = exact.minus(largest, exact.times(Float32(31.0), temperature))
-    low = sync.maximum([low, cut])
+    low = sync.least(sync.maximum([low, cut]), floor)
     now, coming = new_values(QUADS), new_values(QUADS)
     load_quads(k, row, first, QUADS, now)
     while first < quads(k):
         load_quads(k, row, first + QUADS * threads, QUADS, coming)
         for i in cutlass.range(QUADS, unroll=1):
-            if sync.maximum([now[e] for e in range(4)]) >= low:
+            most = sync.maximum([now[e] for e in range(4)])
+            if most >= low:
                 token = 4 * (first + i * threads + k.tid)
                 for e in cutlass.range_constexpr(4):
                     counts = in_prefix(now[e], token + e, cut, last)
-                    x = sync.choose(counts != 0, now[e], -INF)
-                    total = total + exact.mass(exact.weight(x, largest, inverse))
+                    now[e] = sync.choose(counts != 0, now[e], -INF)
+                    total = total + exact.mass(exact.weight(now[e], largest, inverse))
+                if most >= floor:
+                    for e in cutlass.range_constexpr(4):
+                        if now[e] >= floor:
+                            append(k, now[e], token + e)
             shift(now)
         for i in cutlass.range_constexpr(4 * QUADS):
             now[i] = coming[i]
@@ -173,7 +189,7 @@ def survey(k: cutlass.Constexpr, row: Int64, temperature: Float32):
     parts = [sync.warp_reduce("add", Uint32(total >> (20 * i)) & 0xFFFFF) for i in range(3)]
     total = Int64(parts[0]) + (Int64(parts[1]) << 20) + (Int64(parts[2]) << 40)
     if k.lane == 0:
-        sync.sts_long(k.red + 8 * k.wid, total)
+        sync.sts_long(k.red + SORTED_AT + 8 * k.wid, total)
 
 
 def bin_at(k, part, i):
@@ -268,7 +284,5 @@ def gather(k: cutlass.Constexpr, row: Int64):
                     x, token = values[4 * i + e], 4 * (first + i * threads + k.tid) + e
                     logit = sync.choose(ties != 0, value, x)
                     if (x >= low) & (x < high) & (in_prefix(logit, token, cut, last) != 0):
-                        seen = sync.add_shared(at(k, W.FOUND), Int32(1))
-                        if seen < LISTED:
-                            sync.sts_long(k.red + 8 * seen, packed(x, token))
+                        seen = append(k, x, token)
         first = first + 2 * QUADS * threads

@@ -3,8 +3,8 @@
 The prefix has the tokens with less than a *limit* before them, in tokens (top-k) or in mass of
 their weights (top-p, integers of 2^-44, so that sums do not depend on their order).
 
-    survey     a pass over the row: all mass, of which top-p takes its part
     gather     a pass over the row: (logit, id) of at most LISTED tokens between two values
+    survey     the same, and all mass, of which top-p takes its part
     sort       of these, in shared memory, and the end of the prefix among them
     histogram  a pass over the row: mass and number by 256 parts of a window of values
 
@@ -174,13 +174,12 @@ def end_in_list(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Flo
 
 # -- the search ----------------------------------------------------------------------------------
 @cute.jit
-def end_survey(k: cutlass.Constexpr, top_p: Float32):
-    """One thread, behind a barrier."""
+def set_limit(k: cutlass.Constexpr, top_p: Float32):
+    """One thread, behind `survey` and a barrier."""
     total = Int64(0)
     for w in cutlass.range_constexpr(k.c.warps):
-        total = total + sync.lds_long(k.red + 8 * w)
+        total = total + sync.lds_long(k.red + SORTED_AT + 8 * w)
     sync.sts_long(at(k, W.LIMIT), exact.mass_limit(top_p, total))
-    put(k, W.STATE, Int32(GATHER))
 
 
 def guess(parts):
@@ -312,26 +311,7 @@ def search(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float3
     threads = k.c.warps * 32
     state = word(k, W.STATE)
     while state != DONE:
-        if state == SURVEY:
-            survey(k, row, temperature)
-            sync.consumer_sync(threads)
-            if k.tid == 0:
-                end_survey(k, top_p)
-        elif state == GATHER:
-            gather(k, row)
-            sync.consumer_sync(threads)
-            n = word(k, W.FOUND)
-            if n <= LISTED:
-                sort(k, n)
-                sync.consumer_sync(threads)
-                if k.wid == 0:
-                    end_in_list(k, n, by_mass, temperature)
-            else:  # the maxima were a poor guess
-                sync.consumer_sync(threads)
-                if k.tid == 0:
-                    put(k, W.FOUND, Int32(0))
-                    put(k, W.STATE, Int32(HISTOGRAM))
-        else:
+        if state == HISTOGRAM:
             for i in cutlass.range_constexpr(-(-3 * BINS // threads)):
                 if k.tid + i * threads < 3 * BINS:
                     sync.sts_int(bin_at(k, 0, k.tid + i * threads), Int32(0))
@@ -340,5 +320,24 @@ def search(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float3
             sync.consumer_sync(threads)
             if k.wid == 0:
                 next_window(k)
+        else:
+            if state == SURVEY:
+                survey(k, row, temperature)
+            else:
+                gather(k, row)
+            sync.consumer_sync(threads)
+            n = word(k, W.FOUND)
+            if state == SURVEY:
+                if k.tid == 0:
+                    set_limit(k, top_p)
+            sync.consumer_sync(threads)
+            if n <= LISTED:
+                sort(k, n)
+                sync.consumer_sync(threads)
+                if k.wid == 0:
+                    end_in_list(k, n, by_mass, temperature)
+            elif k.tid == 0:  # the maxima were a poor guess
+                put(k, W.FOUND, Int32(0))
+                put(k, W.STATE, Int32(HISTOGRAM))
         sync.consumer_sync(threads)
         state = word(k, W.STATE)

@@ -19,7 +19,7 @@ MAX_ROWS, ROW_TILE = 256, 16
 PARTS = ("embed", "qkv", "keys", "attention", "o", "gu", "down")  # each also a kernel of its own
 ROW_TILES = MAX_ROWS // ROW_TILE
 TREE_TILES = TREE_ROWS // ROW_TILE
-CONSUMER_REGISTERS = 208  # at least, with setmaxnreg: kernel.register_split
+CONSUMER_REGISTERS = 224  # with setmaxnreg: kernel.register_split
 OTHER_REGISTERS = 84  # of rows_gemm.py with 4 chunks ahead, besides what grows with the tiles
 MOST_AHEAD, SPARE_REGISTERS = 12, 24
 BLOCKS = MAX_ROWS // 8
@@ -96,9 +96,9 @@ def slice_count(c: Config, name: str) -> int:
 
 def free_registers(c: Config, name: str, tiles: int) -> int:
     """Of a thread, beside those that every sweep over `tiles` tiles needs: for each 4 sums a row
-    tile of its warp, two chains of 4, and 4 words of weights."""
+    tile of its warp, two chains of 4, and an address."""
     registers = CONSUMER_REGISTERS if c.setmaxnreg else 65536 // (-(-c.block // 128) * 128)
-    return registers - OTHER_REGISTERS - tiles * (4 * rounds(c, name) + 12)
+    return registers - OTHER_REGISTERS - tiles * (4 * rounds(c, name) + 9)
 
 
 def group_tiles(c: Config, name: str) -> int:

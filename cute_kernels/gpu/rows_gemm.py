@@ -195,14 +195,14 @@ def k_warp_products(k, g, n, places, ahead, sources, totals, norms, scales):
     for i in range(chunks):
         vectors = queue.pop(0)
         queue.append(load_rows(sources[i]))
-        weights = [sync.lds_words(places[j] + i * step_bytes) for j in range(n)]
         if g.normed:
             square_sums(sums, vectors)
         r0, r1 = vectors if g.name != "lm" else scaled_rows(vectors, scales + i * 64)
-        for s in range(2):
-            a = [r0[2 * s], r1[2 * s], r0[2 * s + 1], r1[2 * s + 1]]
-            for j in range(n):
-                chains[j][s] = mma(chains[j][s], a, weights[j][2 * s : 2 * s + 2])
+        a = [[r0[2 * s], r1[2 * s], r0[2 * s + 1], r1[2 * s + 1]] for s in range(2)]
+        for j in range(n):
+            weights = sync.lds_words(places[j] + i * step_bytes)
+            for s in range(2):
+                chains[j][s] = mma(chains[j][s], a[s], weights[2 * s : 2 * s + 2])
     keep(ahead, queue)
     for j in range(n):
         for e in range(4):
