@@ -246,6 +246,34 @@ def kv_fragmentation(r: Result) -> list[str]:
     ]
 
 
+def verify_attention(r: Result) -> list[str]:
+    names = list(r["layer"][0]["us"])
+    contexts = list(dict.fromkeys(n for row in r["steps"] for n in row["us"]))
+    return [
+        "One layer's attention of N tree rows, us: torch's with a mask against split-KV by number "
+        "of splits and width of loads.",
+        "",
+        *table(
+            ["", *names],
+            [
+                [f"{c['model']}, N = {c['rows']} at {c['context']}"]
+                + [f"{c['us'][n]:.1f}" for n in names]
+                for c in r["layer"]
+            ],
+        ),
+        "",
+        f"The same choices in a whole step of the host's loop, {r['model']}, us:",
+        "",
+        *table(
+            ["", *contexts],
+            [
+                [row["case"], *(f"{row['us'][n]:.0f}" if n in row["us"] else "" for n in contexts)]
+                for row in r["steps"]
+            ],
+        ),
+    ]
+
+
 def compaction(r: Result) -> list[str]:
     names = list(r["cases"][0]["us"])
     return [
@@ -319,6 +347,7 @@ PAGES: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
     "step_breakdown": ("Where a host's loop spends its step", step_breakdown),
     "tree_build": ("Building the tree", tree_build),
     "chain_or_tree": ("Chain or tree", chain_or_tree),
+    "verify_attention": ("Verify attention", verify_attention),
     "kv_fragmentation": ("Scattered pages", kv_fragmentation),
     "compaction": ("Compaction", compaction),
     "marshaling": ("Marshaling", marshaling),

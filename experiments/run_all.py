@@ -21,14 +21,17 @@ from experiments.common import RESULTS, default_device
 EXPERIMENTS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
     ("baseline_steps", True, ("--models", "smollm2-135m")),
     ("tree_build", False, ()),
+    ("verify_attention", True, ()),
     ("kv_fragmentation", True, ()),
+    ("step_breakdown", False, ()),
+    ("chain_or_tree", False, ()),
     ("marshaling", True, ()),
     ("compaction", True, ()),
     ("context_sweep", True, ("--contexts", "1024", "8192")),
     ("dram_trace", True, ("--models", "smollm2-135m")),
     ("host_stall", True, ()),
 )
-KERNELS = ("context_sweep", "dram_trace", "host_stall")  # take --kernels
+KERNELS = ("chain_or_tree", "context_sweep", "dram_trace", "host_stall")  # take --kernels
 
 
 def main() -> None:
