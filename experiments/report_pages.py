@@ -338,11 +338,22 @@ def host_stall(r: Result) -> list[str]:
     ]
 
 
+def public_megakernel(r: Result) -> list[str]:
+    lines = [
+        f"{r['model']}, one row at {r['context']} positions: {r['ours_us']:.0f} us a step, "
+        f"{r['ours_tb_s']:.2f} TB/s of weights."
+    ]
+    if theirs := r["theirs_us"]:
+        lines[0] += f" Theirs on the same machine: {theirs:.0f} us, {theirs / r['ours_us']:.2f}x."
+    return lines
+
+
 PAGES: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
     "baseline_steps": ("Rivals: a step's time", baseline_steps),
     "pdl_steps": ("Against a graph of the same phases", pdl_steps),
     "context_sweep": ("Over the length of the context", context_sweep),
     "dram_trace": ("DRAM over time", dram_trace),
+    "public_megakernel": ("Against the public megakernel for Llama-3.2-1B", public_megakernel),
     "host_stall": ("While the host stands still", host_stall),
     "step_breakdown": ("Where a host's loop spends its step", step_breakdown),
     "tree_build": ("Building the tree", tree_build),
