@@ -266,13 +266,12 @@ def share_part(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, half: In
 
 
 @cute.jit
-def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, row: Int32, slot: Int32,
-              part: Int64, out: Int64, stage: Int32, tail_first: Int32,
-              main_blocks: Int32):  # fmt: skip
+def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, row: Int32, slot: Int32, part: Int64,
+              out: Int64, stage: Int32, tail_first: Int32, main_blocks: Int32):  # fmt: skip
     """All consumer warps: tail and merge of a row. The last warps do the tail, a group of keys
     each, while the first, one a query head, wait for the splits' words.
 
-    u: take_parts' words. part: row_parts of row 0. slot: where the row's Q is (stage_query). Where
+    part: row_parts of row 0. slot: where the row's Q is (stage_query). Where
     there is but one slot of tails, a barrier must come before the next row. Returns a word that
     depends on what this warp read from the ring."""
     c, seen = k.c, Uint32(0)
@@ -280,6 +279,10 @@ def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, row: I
     if group < TAIL_GROUPS:
         to = tail_at(k, p, tails, group, Int32(0))
         seen = run_tail(k, p, row, slot, group, to, stage, tail_first)
+    n = c.splits * c.shape.head_dim // 64 + 2
+    u = cute.make_rmem_tensor(cute.make_layout(n), Uint32)
+    for i in range(n):  # else it would live, where no warp writes it, through the whole kernel
+        u[i] = Uint32(0)
     if k.wid < c.group_heads:
         take_parts(k, u, k.wid, row_parts(k, p, part, row), main_blocks, p.polled)
     stamp(k, 5)
@@ -299,10 +302,9 @@ def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: I
     tail_first, tail_count, main_blocks, _ = sync.lds_ints(p.step)
     if k.wid >= c.warps - TAIL_GROUPS:
         wait_for_tail(k, tail_count, stage, parity)
-    u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
     row, slot, seen = p.turn, Int32(0), Uint32(0)
     while row < rows:
-        seen = seen | merge_row(k, p, u, row, slot, part, out, stage, tail_first, main_blocks)
+        seen = seen | merge_row(k, p, row, slot, part, out, stage, tail_first, main_blocks)
         row, slot = row + c.splits, slot + 1
     release_tail(k, tail_count * stages_per_block(c), stage, seen)
     # by warps that do not merge, if there are any

@@ -12,11 +12,9 @@ import pytest
 
 from host.wire import FinishReason
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA GPU", allow_module_level=True)
+pytest.importorskip("torch")
 
-from tests.gpu.echo_rig import (  # noqa: E402
+from tests.gpu.echo_rig import (
     LOGPROB,
     SAID,
     VOCAB,
@@ -26,14 +24,14 @@ from tests.gpu.echo_rig import (  # noqa: E402
     prompt,
     truth,
 )
-from tests.gpu.wire_checks import PROMPT, TEXT, check, one, several  # noqa: E402
+from tests.gpu.wire_checks import PROMPT, TEXT, check, one, several
 
 DEPTH = 7
 
 
 @pytest.fixture(scope="module")
-def kernel(load):
-    return load("echo")
+def kernel(echo):
+    return echo
 
 
 @pytest.fixture(scope="module", params=["chain", "tree"])

@@ -13,13 +13,11 @@ from host.errors import DeviceHung
 from host.ring import push_abort
 from host.wire import FinishReason
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA GPU", allow_module_level=True)
+pytest.importorskip("torch")
 
-from cute_kernels.gpu.board import Segment  # noqa: E402
-from tests.gpu import echo_rig  # noqa: E402
-from tests.gpu.echo_rig import (  # noqa: E402
+from cute_kernels.gpu.board import Segment
+from tests.gpu import echo_rig
+from tests.gpu.echo_rig import (
     OPERATIONS,
     PHASE,
     SAID,
@@ -29,14 +27,14 @@ from tests.gpu.echo_rig import (  # noqa: E402
     prompt,
     truth,
 )
-from tests.gpu.wire_checks import PROMPT, TEXT, check, one  # noqa: E402
+from tests.gpu.wire_checks import PROMPT, TEXT, check, one
 
 NEAR_WRAP = 2**31 - 50
 
 
 @pytest.fixture(scope="module")
-def kernel(load):
-    return load("echo")
+def kernel(echo):
+    return echo
 
 
 def lead_of(k):
@@ -142,10 +140,10 @@ HANG = """
     from cute_kernels.gpu.load import Kernel
     import torch
     torch.zeros(1, device="cuda")
-    from tests.gpu.echo_rig import Rig, drafting, expect, prompt, truth
+    from tests.gpu.echo_rig import OnGpu, Rig, drafting, expect, prompt, truth
     from host.errors import DeviceError
     kernel = Kernel.read(pathlib.Path(sys.argv[1]) / "echo")
-    rig = Rig(kernel, draft=drafting(16, budget=100))
+    rig = Rig(OnGpu(kernel), draft=drafting(16, budget=100))
     rig.play(truth(prompt(1), expect(prompt(1), 400)[0], width=8))
     rig.submit(prompt(1), 5).wait()
     rig.plant(77, int(sys.argv[2]))
@@ -158,6 +156,7 @@ HANG = """
 """
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["DRAFT", "ROWS"])
 def test_a_planted_hang_names_phase_and_cta(kind):
     """In a process of its own: the context of a trapped kernel serves nobody again."""
