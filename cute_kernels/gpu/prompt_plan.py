@@ -117,6 +117,22 @@ def chunks_ahead(c: Config, name: str) -> int:
     return min(4 + more, MOST_AHEAD, slice_warps(c, name) * chunks)
 
 
+def left_bytes(c: Config, name: str) -> int:
+    """What a K warp's sums of a row tile take where they wait for others: rows_share.py."""
+    return group_tiles(c, name) * ROW_TILE * TILE * 4 + 256 * c.gemm(name).normed
+
+
+def k_parts(c: Config, name: str) -> list[int]:
+    """Parts of K that the warps of a row tile may share, ascending, as far as the sums of all but
+    the first find room; 1 first."""
+    room, out = c.smem_plan()["partial sums"], [1]
+    for parts in range(2, c.warps + 1):
+        left = c.warps // parts * (c.warps - c.warps // parts) * left_bytes(c, name)
+        if c.warps % parts == 0 and left <= room:
+            out.append(parts)
+    return out
+
+
 def task_tiles(c: Config) -> int:
     """Row tiles of an attention task: one where every task finds a CTA of its own, more (a warp
     per row tile and query head) where there are more tasks than CTAs."""
