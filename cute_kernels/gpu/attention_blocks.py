@@ -48,15 +48,23 @@ def block_scores(k, q, base):
 
 def scores(k, q, key_at):
     """S = Q K^T. key_at(j, chunk): this lane's address for 32 dimensions of the keys of tile j."""
-    d = k.c.shape.head_dim
-    tiles, upper = [[Float32(0.0)] * 4 for _ in range(4)], d // 8
-    for chunk in range(d // 32):
-        keys = [ldmatrix(key_at(j, chunk), False) for j in range(4)]
-        for e in range(2):
-            w = chunk * 4 + 2 * e
-            a = [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
-            tiles = [mma(tiles[j], a, keys[j][2 * e : 2 * e + 2]) for j in range(4)]
-    return tiles
+    sums = [[Float32(0.0)] * 4 for _ in range(4)]
+    for step in range(k.c.shape.head_dim // 16):
+        if step % 2 == 0:
+            keys = [ldmatrix(key_at(j, step // 2), False) for j in range(4)]
+        sums = [mma(sums[j], query_part(k, q, step), key_part(keys[j], step)) for j in range(4)]
+    return sums
+
+
+def query_part(k, q, step):
+    """The A operand of 16 dimensions."""
+    upper, w = k.c.shape.head_dim // 8, 2 * step
+    return [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
+
+
+def key_part(words, step):
+    """The B operand of 16 of the 32 dimensions of an ldmatrix."""
+    return words[2 * (step % 2) : 2 * (step % 2) + 2]
 
 
 def block_values(k, o, probabilities, base, masks=None, fine=False):

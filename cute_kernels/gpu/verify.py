@@ -189,11 +189,10 @@ def tail_task(
     if k.wid >= c.warps - TAIL_GROUPS:
         wait_for_tail(k, s.blocks, stage, parity)
     sync.consumer_sync(c.warps * 32)
-    u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
     parts, out = parts_at(k, p, row_tile), p.act + Int64(PromptBuffers.of(c).a + row_tile * 1024)
     row, slot, seen = share, Int32(0), Uint32(0)
     while row < rows:
-        seen = seen | attention.merge_row(k, t, u, row, slot, parts, out, stage, s.first, s.main)
+        seen = seen | attention.merge_row(k, t, row, slot, parts, out, stage, s.first, s.main)
         if cutlass.const_expr(tail_slots(c) == 1):
             sync.consumer_sync(c.warps * 32)
         row, slot = row + shares, slot + 1
