@@ -69,6 +69,8 @@ def replay_us(rival: Baseline, rounds: int) -> list[float]:
     out = []
     for captured in rival.graphs():
         graphs = list(captured)
+        if not graphs:  # launched from Python
+            return []
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         rival.core._begin(rival.length)
         graphs[0].replay()

@@ -22,6 +22,7 @@ import torch
 from experiments import pm_sampling
 from experiments.baseline_steps import COMMITTED, FORMS, PDL, forget, open_rival, setup_of
 from experiments.baselines.models import OnDevice, open_model
+from experiments.baselines.pdl_plan import MODELS as PDL_MODELS
 from experiments.common import need_gpu, parser, quiet, save
 from experiments.pm_sampling import DRAM, SM, TENSOR, Trace
 
@@ -83,6 +84,8 @@ def contenders(model: str, args: Any) -> dict[str, dict[str, Any]]:
     rounded = OnDevice(weights, "cuda", torch.bfloat16)
     out: dict[str, dict[str, Any]] = {}
     for form in args.forms:
+        if form == PDL and model not in PDL_MODELS:
+            continue
         most = 4096  # steps, for the caches' size
         ctx = args.context + most * COMMITTED
         setup = setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1)
