@@ -5,8 +5,8 @@
 
 A chunk's time is that of one launch of the segment, by CUDA events, the launch included; a part's
 is that of a kernel which runs nothing else in every layer, less the grid barriers between phases,
-per layer, of 256 and of 32 rows. Median of ROUNDS, least and largest beside it. Of models with more than 3 GB of layers 8
-layers run, and the chunk's time is scaled to all.
+per layer, of 256 and of 32 rows. Median of ROUNDS, least and largest beside it. Of models with more
+than 3 GB of layers 8 layers run, and the chunk's time is scaled to all.
 """
 
 import dataclasses

@@ -168,36 +168,33 @@ def merge_words(k, p, u, slot, head):
         at = tail_at(k, p, slot, cutlass.min(k.lane, TAIL_GROUPS - 1), head)
         top_tail, den_tail = sync.lds_pair(at + c.shape.head_dim * 4)
         top = sync.maximum([top, sync.choose(has_group, top_tail, NEG_INF)])
-    for shift in range(5):
-        top = sync.maximum([top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift)])
+    top = sync.warp_max(top)
     e = exp2(mine - top)
     den = sync.choose(k.lane < c.splits, den * e, 0.0)
     if p.tail:
         e_tail = sync.choose(has_group, exp2(top_tail - top), 0.0)
         den = den + den_tail * e_tail
+    # ptxas moves nothing across a shuffle: what may wait side by side is written side by side
+    shares = [(32 // lanes) * i + k.lane // lanes for i in range(n)]
+    factors, o = [cute.arch.shuffle_sync(e, split) for split in shares], [Float32(0.0)] * 8
     for shift in range(5):
         den = den + cute.arch.shuffle_sync_bfly(den, offset=1 << shift)
-    inverse = 1.0 / den
-    o = [Float32(0.0)] * 8
-    for i in range(n):
-        factor = cute.arch.shuffle_sync(e, (32 // lanes) * i + k.lane // lanes)
-        for w in range(4):
-            pair = unpack_pair(u[4 * i + w])
-            for d in range(2):
-                o[2 * w + d] = o[2 * w + d] + pair[d] * factor
+        for i in range(shift * n // 5, (shift + 1) * n // 5):
+            add_split(o, [u[4 * i + w] for w in range(4)], factors[i])
     if p.tail:
         add_tail(k, p, o, e_tail, slot, head)
-    words = []
-    for w in range(4):
-        for d in range(2):
-            # x + y is the same either way round: every lane has one and the same total
-            v, offset = o[2 * w + d], lanes
-            while offset < 32:
-                v = v + cute.arch.shuffle_sync_bfly(v, offset=offset)
-                offset *= 2
-            o[2 * w + d] = v * inverse
-        words.append(bf16_pair(o[2 * w], o[2 * w + 1]))
-    return words
+    # x + y is the same either way round: every lane has one and the same total
+    for shift in range(lanes.bit_length() - 1, 5):
+        others = [cute.arch.shuffle_sync_bfly(v, offset=1 << shift) for v in o]
+        o = [v + other for v, other in zip(o, others, strict=True)]
+    inverse = 1.0 / den
+    return [bf16_pair(o[2 * w] * inverse, o[2 * w + 1] * inverse) for w in range(4)]
+
+
+def add_split(o, words, factor):
+    for w, word in enumerate(words):
+        for d, v in enumerate(unpack_pair(word)):
+            o[2 * w + d] = o[2 * w + d] + v * factor
 
 
 def add_tail(k, p, o, e_tail, slot, head):

@@ -21,9 +21,9 @@ from cute_kernels.gpu.attention_blocks import NEG_INF, filled
 from cute_kernels.gpu.attention_plan import TAIL_GROUPS, halves, stages_per_block, tail_slots
 from cute_kernels.gpu.attention_stream import Places, row_position
 from cute_kernels.gpu.attention_tail import wait_for_tail
-from cute_kernels.gpu.board import MAX_ROWS, ROW_WORDS, WORD, RowWord
+from cute_kernels.gpu.board import MAX_ROWS, ROW_WORDS, WORD, RowWord, Stamp
 from cute_kernels.gpu.config import KV_COPY, TILE
-from cute_kernels.gpu.core import arg
+from cute_kernels.gpu.core import arg, note_time
 from cute_kernels.gpu.gemm import plan_entry
 from cute_kernels.gpu.keys import block_at, page_of
 from cute_kernels.gpu.prompt_attention import keys_barrier, keys_written, load_head
@@ -288,6 +288,7 @@ def publish_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, phase: Int32):
     """Consumer warps, behind the head: this CTA's results of every row."""
     tile0, n, _, _ = plan_entry(k, phase)
     sync.consumer_sync(k.c.warps * 32)  # the logits of all warps are there
+    note_time(k, Stamp.HEAD)
     for row_tile in cutlass.range(p.row_tiles, unroll=1):
         stats = head.new_stats()
         note_row_tile(k, p, tile0, n, row_tile, stats)
