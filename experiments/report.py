@@ -169,7 +169,7 @@ def gpu_speculation() -> list[str]:
     lines = [
         f"**A speculative step of the persistent kernel**, us, {result['gpu']} ({_where(result)}; "
         "`python -m experiments.gpu_speculation`). N: rows, 1 is plain decoding. Candidates are "
-        f"**{result["acceptance"]}**, whatever the drafter; the shipped drafter's own where it "
+        f"**{result['acceptance']}**, whatever the drafter; the shipped drafter's own where it "
         "says so, on 32 chats of 128 tokens. All give plain decoding's bits.",
         "",
         "| model, context | N | draft | tree | verify | decide | compact | step | tau | tok/s | "
