@@ -7,8 +7,8 @@ follows. Logits tie on purpose, and a digest of BAD is a NaN. The drafter says w
 position tells it: at each depth some candidates, all of them children of the one that the depth
 before goes on with. What was not told to the drafter (CONTEXT) spoils the digest.
 
-Arguments: the kernel's table. SPARE holds per CTA `echo_rules.state_words` words, then DELAY, the ns
-that a step of DECODE takes, and PLANT: 1 + the CTA that is to hang, 0 for none, and from bit 16 on
+Arguments: the kernel's table. SPARE holds per CTA `echo_rules.state_words` words, then DELAY: ns
+that a DECODE step takes, and PLANT: 1 + the CTA that is to hang, 0 for none, and from bit 16 on
 the Segment that it hangs in, 0 for any.
 SPARE_TOO is the context's length, DRAFT_SCRIPT what the drafter says: int32 [positions,
 SCRIPT_WORDS].
