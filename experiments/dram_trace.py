@@ -167,9 +167,7 @@ def main() -> None:
             if FORMS.get(form, ("",))[0] == PDL and model not in PDL_MODELS:
                 continue
             try:
-                rows[form] = (
-                    megakernel(model, args) if form == "megakernel" else rival(form, model, args)
-                )
+                traced = megakernel(model, args) if form not in FORMS else rival(form, model, args)
             except Exception as error:  # one that fails does not stop the others
                 fields["failed"][f"{model}, {form}"] = f"{type(error).__name__}: {error}"[:400]
                 print(f"{model}, {form}: {type(error).__name__}: {error}", flush=True)
