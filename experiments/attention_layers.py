@@ -74,13 +74,13 @@ STAMPS = ("inputs", "blocks", "barrier", "published", "parts/tail", "both", "row
 
 
 def where(kernel: Kernel, name: str, context: int, rows: int) -> dict[str, list[float]]:
-    """us between the stamps of the last layer, in the CTA of split 0 of the first kv head: of the
-    first warp, which merges, and of the last, which does the tail."""
+    """us between the stamps of the last layer, in the CTA that merges row 0 of the first kv head:
+    of the first warp, which merges, and of the last, which does the tail."""
     case = Case(kernel, TIMED[name], context, chain(rows), 1, LAYERS)
     spans = []
     for _ in range(9):
         launch_us(case, LAYERS)
-        spans.append(case.stamps[0, :, :9].diff().cpu())
+        spans.append(case.stamps[case.c.splits - 1, :, :9].diff().cpu())
     us = torch.stack(spans).double().median(0).values / SM_MHZ
     return {n: [round(v, 2) for v in both] for n, both in zip(STAMPS, us.T.tolist(), strict=True)}
 

@@ -6,7 +6,7 @@ Each rival of `experiments.baselines`, N rows, one sequence. `tokens`: what it w
 prompts, judged by the fp32 model: a token that fp32 would not have chosen is listed with how far
 its logit lies below the largest. `steps`: time of a step behind a context of random keys, each step
 committing a fixed number of tokens, so that nothing depends on the text: wall time of the whole
-loop, and device time of each graph replayed alone.
+loop, and device time of each graph replayed alone. graph_pdl needs kernels (--pdl).
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "graph_whole_step, split-KV": ("graph_whole_step", dict(attention="triton")),
     "graph_whole_step, split-KV, fused": ("graph_whole_step", dict(attention="triton", fused=True)),
+    "graph_pdl": ("graph_pdl", dict(attention="triton", fused=True)),
 }  # fmt: skip
+PDL = "graph_pdl"
 ON_CPU = ("plain", "eager", "graph_host_tree", "graph_whole_step")
 MOST_SDPA = 16384  # beyond it torch's masked attention takes tens of milliseconds a step
 
@@ -53,21 +55,30 @@ def setup_of(form: str, weights: Any, drafter: Any, ctx: int, args: Any, **more:
     return Setup(weights, drafter, ctx=ctx, device=args.device, **options, **more)
 
 
+def open_rival(form: str, setup: Setup, args: Any) -> Baseline:
+    """A rival of FORMS; graph_pdl from the kernels that args names."""
+    if FORMS[form][0] != PDL:
+        return make(FORMS[form][0], setup)
+    from experiments.baselines.pdl_loop import GraphPdl
+
+    return GraphPdl(setup, args.pdl)
+
+
 def replay_us(rival: Baseline, rounds: int) -> list[float]:
-    """Device time of each captured graph, replayed alone, us; the rival's state is lost."""
+    """Device time of each captured piece, replayed alone, us; the rival's state is lost."""
     out = []
     for captured in rival.graphs():
-        for graph in list(captured)[:1]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            rival.core._begin(rival.length)
-            graph.replay()
-            start.record()
-            for _ in range(rounds):
-                graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            out.append(start.elapsed_time(end) * 1e3 / rounds)
-            rival.core._begin(rival.length)
+        graphs = list(captured)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        rival.core._begin(rival.length)
+        graphs[0].replay()
+        start.record()
+        for i in range(1, 2 * rounds + 1):
+            graphs[i % len(graphs)].replay()
+        end.record()
+        torch.cuda.synchronize()
+        out.append(start.elapsed_time(end) * 1e3 / (2 * rounds))
+        rival.core._begin(rival.length)
     return out
 
 
@@ -113,7 +124,7 @@ def forget() -> None:
 def check_tokens(form: str, weights: Any, drafter: Any, args: Any) -> dict[str, Any]:
     """What a rival writes behind the prompts, against fp32."""
     prompts = json.loads(PROMPTS.read_text())[: args.prompts]
-    rival = make(FORMS[form][0], setup_of(form, weights, drafter, context_of(args), args))
+    rival = open_rival(form, setup_of(form, weights, drafter, context_of(args), args), args)
     differ, largest, steps, tokens, seconds, texts = 0, 0.0, 0, 0, 0.0, []
     for prompt in prompts:
         made = rival.generate(prompt, args.tokens)
@@ -137,6 +148,7 @@ def main() -> None:
     made.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192])
     made.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     made.add_argument("--rows", type=int, default=16)
+    made.add_argument("--pdl", type=Path, help="kernels of graph_pdl, built beforehand")
     made.add_argument("--prompts", type=int, default=4)
     made.add_argument("--tokens", type=int, default=96)
     made.add_argument("--steps", type=int, default=32)
@@ -145,6 +157,8 @@ def main() -> None:
     quiet()
     if args.quick:
         args.prompts, args.tokens, args.rounds = 2, 48, 2
+    if args.pdl is None:
+        args.forms = [form for form in args.forms if form != PDL]
     if args.device == "cpu":
         args.forms = [form for form in args.forms if form in ON_CPU]
     result: dict[str, Any] = {
@@ -183,7 +197,7 @@ def measure(name: str, args: argparse.Namespace, failed: dict[str, str]) -> dict
                 options = setup_of(
                     form, rounded, drafter, context_of(args), args, forced=COMMITTED - 1
                 )
-                rival = make(FORMS[form][0], options)
+                rival = open_rival(form, options, args)
                 row["steps"][str(context)] = timed(rival, context, steps, args.rounds)
                 del rival
                 forget()

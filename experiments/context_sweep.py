@@ -13,18 +13,28 @@ the context, the more it hides of the steps.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.baseline_steps import COMMITTED, FORMS, MOST_SDPA, forget, setup_of, timed
-from experiments.baselines import make
+from experiments.baseline_steps import (
+    COMMITTED,
+    FORMS,
+    MOST_SDPA,
+    PDL,
+    forget,
+    open_rival,
+    setup_of,
+    timed,
+)
 from experiments.baselines.models import OnDevice, open_model
 from experiments.common import need_gpu, parser, quiet, save
 
 CONTEXTS = (1024, 4096, 8192, 16384, 46000, 64000)
 SHOWN = (
     "graph_host_tree", "graph_host_tree, split-KV, fused", "graph_whole_step, split-KV, fused",
+    "graph_pdl",
 )  # fmt: skip
 ACCEPTANCE = 0.8  # of the script's first candidates; about COMMITTED tokens a step
 
@@ -46,9 +56,8 @@ def rivals(name: str, contexts: list[int], args: Any) -> list[dict[str, Any]]:
     ctx, out = max(contexts) + (args.steps + 8) * COMMITTED, []
     for form in args.forms:
         sdpa = FORMS[form][1]["attention"] == "sdpa"
-        rival = make(
-            FORMS[form][0], setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1)
-        )
+        setup = setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1)
+        rival = open_rival(form, setup, args)
         for context in contexts:
             if sdpa and context > MOST_SDPA and args.quick:
                 continue
@@ -103,11 +112,14 @@ def main() -> None:
     made.add_argument("--rows", type=int, default=16)
     made.add_argument("--steps", type=int, default=24)
     made.add_argument("--new-tokens", type=int, default=256)
+    made.add_argument("--pdl", type=Path, help="kernels of graph_pdl, built beforehand")
     made.add_argument("--kernels", help="kernels built beforehand; without, the rivals alone")
     args = made.parse_args()
     need_gpu("context_sweep")
     quiet()
     args.device = "cuda"
+    if args.pdl is None:
+        args.forms = [form for form in args.forms if form != PDL]
     fields: dict[str, Any] = {
         "model": args.model, "rows": args.rows, "committed": COMMITTED, "acceptance": "scripted",
         "new_tokens": args.new_tokens, "cases": rivals(args.model, args.contexts, args),

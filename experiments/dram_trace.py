@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments import pm_sampling
-from experiments.baseline_steps import COMMITTED, FORMS, forget, setup_of
-from experiments.baselines import make
+from experiments.baseline_steps import COMMITTED, FORMS, PDL, forget, open_rival, setup_of
 from experiments.baselines.models import OnDevice, open_model
 from experiments.common import need_gpu, parser, quiet, save
 from experiments.pm_sampling import DRAM, SM, TENSOR, Trace
@@ -28,6 +28,7 @@ from experiments.pm_sampling import DRAM, SM, TENSOR, Trace
 MODELS = ("smollm2-135m", "llama-3.1-8b")
 SHOWN = (
     "graph_host_tree", "graph_host_tree, split-KV, fused", "graph_whole_step, split-KV, fused",
+    "graph_pdl",
 )  # fmt: skip
 SECONDS = 0.05
 EXCERPT = 1200  # samples kept for the picture: 6 ms
@@ -84,9 +85,8 @@ def contenders(model: str, args: Any) -> dict[str, dict[str, Any]]:
     for form in args.forms:
         most = 4096  # steps, for the caches' size
         ctx = args.context + most * COMMITTED
-        rival = make(
-            FORMS[form][0], setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1)
-        )
+        setup = setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1)
+        rival = open_rival(form, setup, args)
         rival.pretend(args.context, 400)
         for _ in range(5):
             rival.step()
@@ -145,11 +145,14 @@ def main() -> None:
     made.add_argument("--forms", nargs="*", default=list(SHOWN), choices=list(FORMS))
     made.add_argument("--rows", type=int, default=16)
     made.add_argument("--new-tokens", type=int, default=256)
+    made.add_argument("--pdl", type=Path, help="kernels of graph_pdl, built beforehand")
     made.add_argument("--kernels", help="kernels built beforehand; without, the rivals alone")
     args = made.parse_args()
     need_gpu("dram_trace", "cupti-python and nvidia-cuda-cupti")
     quiet()
     args.device = "cuda"
+    if args.pdl is None:
+        args.forms = [form for form in args.forms if form != PDL]
     torch.zeros(1, device="cuda")
     plain = streams()
     forget()

@@ -5,8 +5,8 @@
 
 A chunk's time is that of one launch of the segment, by CUDA events, the launch included; a part's
 is that of a kernel which runs nothing else in every layer, less the grid barriers between phases,
-per layer. Median of ROUNDS, least and largest beside it. Of models with more than 3 GB of layers 8
-layers run, and the chunk's time is scaled to all.
+per layer, of 256 and of 32 rows. Median of ROUNDS, least and largest beside it. Of models with more
+than 3 GB of layers 8 layers run, and the chunk's time is scaled to all.
 """
 
 import dataclasses
@@ -69,9 +69,11 @@ def measure(load, name: str) -> dict:
     empty = load(f"prompt-{name}-embed")
     launch, idle = (statistics.median(times_us(case, empty, 256, 0, 1, n)) for n in (1, last))
     row["us a layer"] = {"barrier": (idle - launch) / (last - 1)}
-    for part in PARTS[1:]:
-        us = times_us(case, load(f"prompt-{name}-{part}"), 256, 0, 0, last)
-        row["us a layer"][part] = (statistics.median(us) - idle) / shape.layers
+    for rows in (256, 32):
+        for part in PARTS[1:]:
+            us = times_us(case, load(f"prompt-{name}-{part}"), rows, 0, 0, last)
+            us_layer = (statistics.median(us) - idle) / shape.layers
+            row["us a layer"][f"{part} {rows}"] = us_layer
     return row
 
 

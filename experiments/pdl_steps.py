@@ -58,12 +58,13 @@ def measure(folder: Path, name: str, rounds: int) -> list[dict[str, Any]]:
         rig = Rig(kernel, c, packed, Context(c.shape, context, STEPS + 16, 4))
         record = rig.run([step])[0]
         want = rig.logits[:rows].clone()
-        graph = PdlStep(folder, name, weights, Context(c.shape, context, STEPS + 16, 4))
+        rival_context = Context(c.shape, context, STEPS + 16, 4)
+        graph = PdlStep.of_test(folder, name, weights, rival_context)
         graph.begin(step, tokens)
         graph.run(0)
         got, chosen = graph.logits[:rows].clone(), graph.choose.chosen[:rows].tolist()
         graph.run(1)
-        plain = PdlStep(folder, name, weights, Context(c.shape, context, STEPS + 16, 4), False)
+        plain = PdlStep.of_test(folder, name, weights, rival_context, dependent=False)
         plain.begin(step, tokens)
         us: dict[str, list[float]] = {}
         for _ in range(rounds):  # in turn, so that a clock that drifts meets all of them

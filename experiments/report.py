@@ -161,6 +161,38 @@ def gpu_steps() -> list[str]:
     return lines
 
 
+def gpu_attention() -> list[str]:
+    """A layer's attention alone, and what its canonical order costs."""
+    result = read("attention_layers")
+    if result is None:
+        return []
+    origin = result["provenance"]
+    rows: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    for label, figures in result["layers"].items():
+        model, context, count = re.split(r", context |, rows ", label)
+        rows.setdefault((model, int(count)), {})[int(context)] = figures
+    contexts = list(next(iter(rows.values())))
+    heads = " | ".join(f"at {context}" for context in contexts)
+    longest = contexts[-1]
+    lines = [
+        f"**A layer's attention in the persistent kernel**, us, {origin['gpu']} ({_where(origin)}; "
+        "`python -m experiments.attention_layers`). A hand-off to the next layer is in every "
+        "figure. Canonical order over one merge: how long it takes beside the same kernel without "
+        "an order to keep, whose keys are all in masked blocks.",
+        "",
+        f"| model, rows | {heads} | GB/s of KV at {longest} | canonical order / one merge |",
+        "|---|" + "---|" * (len(contexts) + 2),
+    ]
+    for (model, count), by_context in rows.items():
+        us = " | ".join(f"{figures['canonical']:.1f}" for figures in by_context.values())
+        ratios = [figures["of one merge"] for figures in by_context.values()]
+        lines.append(
+            f"| {model}, {count} | {us} | {by_context[longest]['GB/s']} | {min(ratios):.2f} to "
+            f"{max(ratios):.2f} |"
+        )
+    return lines
+
+
 def gpu_truth() -> list[str]:
     """How close the kernel is to fp32, and how little it needs the host."""
     lines: list[str] = []
@@ -322,7 +354,17 @@ def redraw() -> None:
 
 def figures() -> str:
     """Everything between the markers."""
-    sections = (cpu_speed, ping, speculation, drafter, gpu_steps, gpu_truth, handoffs, rivals)
+    sections = (
+        cpu_speed,
+        ping,
+        speculation,
+        drafter,
+        gpu_steps,
+        gpu_attention,
+        gpu_truth,
+        handoffs,
+        rivals,
+    )
     parts = [part for part in (section() for section in sections) if part]
     body = "\n\n".join("\n".join(part) for part in parts)
     return f"{BEGIN}\n{body}\n{END}"

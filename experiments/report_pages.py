@@ -246,6 +246,34 @@ def kv_fragmentation(r: Result) -> list[str]:
     ]
 
 
+def verify_attention(r: Result) -> list[str]:
+    names = list(r["layer"][0]["us"])
+    contexts = list(dict.fromkeys(n for row in r["steps"] for n in row["us"]))
+    return [
+        "One layer's attention of N tree rows, us: torch's with a mask against split-KV by number "
+        "of splits and width of loads.",
+        "",
+        *table(
+            ["", *names],
+            [
+                [f"{c['model']}, N = {c['rows']} at {c['context']}"]
+                + [f"{c['us'][n]:.1f}" for n in names]
+                for c in r["layer"]
+            ],
+        ),
+        "",
+        f"The same choices in a whole step of the host's loop, {r['model']}, us:",
+        "",
+        *table(
+            ["", *contexts],
+            [
+                [row["case"], *(f"{row['us'][n]:.0f}" if n in row["us"] else "" for n in contexts)]
+                for row in r["steps"]
+            ],
+        ),
+    ]
+
+
 def compaction(r: Result) -> list[str]:
     names = list(r["cases"][0]["us"])
     return [
@@ -310,15 +338,27 @@ def host_stall(r: Result) -> list[str]:
     ]
 
 
+def public_megakernel(r: Result) -> list[str]:
+    lines = [
+        f"{r['model']}, one row at {r['context']} positions: {r['ours_us']:.0f} us a step, "
+        f"{r['ours_tb_s']:.2f} TB/s of weights."
+    ]
+    if theirs := r["theirs_us"]:
+        lines[0] += f" Theirs on the same machine: {theirs:.0f} us, {theirs / r['ours_us']:.2f}x."
+    return lines
+
+
 PAGES: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
     "baseline_steps": ("Rivals: a step's time", baseline_steps),
     "pdl_steps": ("Against a graph of the same phases", pdl_steps),
     "context_sweep": ("Over the length of the context", context_sweep),
     "dram_trace": ("DRAM over time", dram_trace),
+    "public_megakernel": ("Against the public megakernel for Llama-3.2-1B", public_megakernel),
     "host_stall": ("While the host stands still", host_stall),
     "step_breakdown": ("Where a host's loop spends its step", step_breakdown),
     "tree_build": ("Building the tree", tree_build),
     "chain_or_tree": ("Chain or tree", chain_or_tree),
+    "verify_attention": ("Verify attention", verify_attention),
     "kv_fragmentation": ("Scattered pages", kv_fragmentation),
     "compaction": ("Compaction", compaction),
     "marshaling": ("Marshaling", marshaling),

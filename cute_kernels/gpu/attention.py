@@ -9,9 +9,9 @@ beyond a row's c(p) are an exact identity for it.
 CTA (kv head, split) multiplies its blocks for all heads of the kv head: warp (head, half) takes 32
 keys of every block (64 where there is but one warp a head), mma.sync m16n8k16 with the 16 rows on
 the m side. It publishes (sums, maximum, denominator) of every row as words; row r is merged by
-the CTA of split r mod `splits`, which also does the row's tail. So with one row one CTA a kv head
-merges, and a CTA that has neither blocks nor rows does nothing. Whoever reads a word publishes one
-that depends on it: the clearing of buffers relies on that (kernel.py).
+the CTA of split r mod `splits` from the last one on, which also does the row's tail: where blocks
+are few, it has none. A CTA that has neither blocks nor rows does nothing. Whoever reads a word
+publishes one that depends on it: the clearing of buffers relies on that (kernel.py).
 
 q, k and v come as raw columns of qkv, in words; every warp norms and rotates its own head rows of
 q, and four warps of a merging CTA those of k and v of the step. KV blocks come through the weight
@@ -266,13 +266,12 @@ def share_part(k: cutlass.Constexpr, p: cutlass.Constexpr, head: Int32, half: In
 
 
 @cute.jit
-def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, row: Int32, slot: Int32,
-              part: Int64, out: Int64, stage: Int32, tail_first: Int32,
-              main_blocks: Int32):  # fmt: skip
+def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, row: Int32, slot: Int32, part: Int64,
+              out: Int64, stage: Int32, tail_first: Int32, main_blocks: Int32):  # fmt: skip
     """All consumer warps: tail and merge of a row. The last warps do the tail, a group of keys
     each, while the first, one a query head, wait for the splits' words.
 
-    u: take_parts' words. part: row_parts of row 0. slot: where the row's Q is (stage_query). Where
+    part: row_parts of row 0. slot: where the row's Q is (stage_query). Where
     there is but one slot of tails, a barrier must come before the next row. Returns a word that
     depends on what this warp read from the ring."""
     c, seen = k.c, Uint32(0)
@@ -280,6 +279,10 @@ def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, row: I
     if group < TAIL_GROUPS:
         to = tail_at(k, p, tails, group, Int32(0))
         seen = run_tail(k, p, row, slot, group, to, stage, tail_first)
+    n = c.splits * c.shape.head_dim // 64 + 2
+    u = cute.make_rmem_tensor(cute.make_layout(n), Uint32)
+    for i in range(n):  # else it would live, where no warp writes it, through the whole kernel
+        u[i] = Uint32(0)
     if k.wid < c.group_heads:
         take_parts(k, u, k.wid, row_parts(k, p, part, row), main_blocks, p.polled)
     stamp(k, 5)
@@ -294,20 +297,19 @@ def merge_row(k: cutlass.Constexpr, p: cutlass.Constexpr, u: cute.Tensor, row: I
 @cute.jit
 def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32, part: Int64,
                out: Int64, stage: Int32, parity: Int32):  # fmt: skip
-    """Tail and merge of rows split, split + splits, ..."""
+    """Tail and merge of rows turn, turn + splits, ..."""
     c = k.c
     tail_first, tail_count, main_blocks, _ = sync.lds_ints(p.step)
     if k.wid >= c.warps - TAIL_GROUPS:
         wait_for_tail(k, tail_count, stage, parity)
-    u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
-    row, slot, seen = p.split, Int32(0), Uint32(0)
+    row, slot, seen = p.turn, Int32(0), Uint32(0)
     while row < rows:
-        seen = seen | merge_row(k, p, u, row, slot, part, out, stage, tail_first, main_blocks)
+        seen = seen | merge_row(k, p, row, slot, part, out, stage, tail_first, main_blocks)
         row, slot = row + c.splits, slot + 1
     release_tail(k, tail_count * stages_per_block(c), stage, seen)
     # by warps that do not merge, if there are any
     idle = c.group_heads if c.warps > c.group_heads else 0
-    if p.split == 0:
+    if p.turn == 0:
         if k.wid >= idle:
             write_back(k, p, rows, layer, idle)
 
@@ -320,20 +322,20 @@ def attend(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: Int32
     head, half = k.wid % c.group_heads, k.wid // c.group_heads
     words = cute.make_rmem_tensor(cute.make_layout(12 * d // 32), Uint32)
     stamp(k, 0)
-    take_inputs(k, p, rows, layer, head, p.split < rows, qkv, words)
+    take_inputs(k, p, rows, layer, head, p.turn < rows, qkv, words)
     stamp(k, 1)
     m, den, o = filled(2, NEG_INF), filled(2, 0.0), filled(d // 2, 0.0)
     stage, parity = run_blocks(k, p, words, m, den, o, half, rows, main_blocks, stage, parity)
     stamp(k, 2)
     has_blocks = (p.split < main_blocks) & (k.wid < c.group_heads * halves(c))
     if half == 0:
-        row, slot = p.split, Int32(0)
+        row, slot = p.turn, Int32(0)
         while row < rows:
             stage_query(k, p, words, head, row, slot)
             row, slot = row + c.splits, slot + 1
     share_part(k, p, head, half, rows, has_blocks, m, den, o, part)
     stamp(k, 4)
-    if p.split < rows:
+    if p.turn < rows:
         merge_rows(k, p, rows, layer, part, out, stage, parity)
         for _ in cutlass.range(tail_count * stages_per_block(c), unroll=1):
             stage, parity = advance(k.ring, stage, parity)
@@ -349,7 +351,7 @@ def run_attention(k: cutlass.Constexpr, rows: Int32, layer: Int32, cur: Int64, s
     c, b, p = k.c, Buffers.of(k.c), Places(k)
     if p.kv_head < c.shape.kv_heads:
         _, tail_count, main_blocks, _ = sync.lds_ints(p.step)
-        busy = (p.split < main_blocks) | (p.split < rows)
+        busy = (p.split < main_blocks) | (p.turn < rows)
         if busy:
             stage, parity = attend(
                 k, p, rows, layer, cur + b.q, cur + b.part, cur + b.a, stage, parity, tail_count,

@@ -48,15 +48,23 @@ def block_scores(k, q, base):
 
 def scores(k, q, key_at):
     """S = Q K^T. key_at(j, chunk): this lane's address for 32 dimensions of the keys of tile j."""
-    d = k.c.shape.head_dim
-    tiles, upper = [[Float32(0.0)] * 4 for _ in range(4)], d // 8
-    for chunk in range(d // 32):
-        keys = [ldmatrix(key_at(j, chunk), False) for j in range(4)]
-        for e in range(2):
-            w = chunk * 4 + 2 * e
-            a = [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
-            tiles = [mma(tiles[j], a, keys[j][2 * e : 2 * e + 2]) for j in range(4)]
-    return tiles
+    sums = [[Float32(0.0)] * 4 for _ in range(4)]
+    for step in range(k.c.shape.head_dim // 16):
+        if step % 2 == 0:
+            keys = [ldmatrix(key_at(j, step // 2), False) for j in range(4)]
+        sums = [mma(sums[j], query_part(k, q, step), key_part(keys[j], step)) for j in range(4)]
+    return sums
+
+
+def query_part(k, q, step):
+    """The A operand of 16 dimensions."""
+    upper, w = k.c.shape.head_dim // 8, 2 * step
+    return [q[w], q[upper + w], q[w + 1], q[upper + w + 1]]
+
+
+def key_part(words, step):
+    """The B operand of 16 of the 32 dimensions of an ldmatrix."""
+    return words[2 * (step % 2) : 2 * (step % 2) + 2]
 
 
 def block_values(k, o, probabilities, base, masks=None, fine=False):
@@ -104,9 +112,10 @@ def softmax_block(k: cutlass.Constexpr, tiles: cutlass.Constexpr, valid: cutlass
                   o: cute.Tensor):  # fmt: skip
     """One online-softmax step; probabilities by tile into p, flat like the tiles. valid: of
     softmax_half, for both halves. Rows 8 to 15 are left out where a step has none; p is 0 there."""
-    softmax_half(k, tiles, 0, valid[0], p, m, den, o)
     if rows > 8:
-        softmax_half(k, tiles, 1, valid[1], p, m, den, o)
+        softmax_halves(k, tiles, {0: valid[0], 1: valid[1]}, p, m, den, o)
+    else:
+        softmax_half(k, tiles, 0, valid[0], p, m, den, o)
 
 
 def total(values):
@@ -124,22 +133,30 @@ def score_scale(k):
 def softmax_half(k, tiles, h, valid, p, m, den, o):
     """For row half h. m is in units of scaled scores. valid: whether this lane's row sees any of
     the keys; one that does not gets probabilities 2^-inf = 0 and factor 1."""
-    scale = score_scale(k)
-    s = [tiles[j][2 * h + e] for j in range(4) for e in range(2)]
-    top = quad_max(sync.maximum(s))
-    new = sync.maximum([m[h], sync.choose(valid, top * scale, NEG_INF)])
-    alpha = exp2(sync.choose(new > NEG_INF, m[h] - new, 0.0))
-    off = sync.choose(valid, new, -NEG_INF)
-    sums = [exp2(v * scale - off) for v in s]
-    for j in range(4):
-        for e in range(2):
-            p[j * 4 + 2 * h + e] = sums[2 * j + e]
-    m[h] = new
-    den[h] = den[h] * alpha + total(sums)
-    for n in range(k.c.shape.head_dim // 8):
-        for e in range(2):
-            at = n * 4 + 2 * h + e
-            o[at] = o[at] * alpha
+    softmax_halves(k, tiles, {h: valid}, p, m, den, o)
+
+
+def softmax_halves(k, tiles, valid, p, m, den, o):
+    """The same for all halves in valid, step by step side by side: a half alone mostly waits."""
+    scale, dims = score_scale(k), k.c.shape.head_dim // 8
+    s = {h: [tiles[j][2 * h + e] for j in range(4) for e in range(2)] for h in valid}
+    top = {h: sync.maximum(s[h]) for h in valid}
+    for offset in (1, 2):
+        other = {h: cute.arch.shuffle_sync_bfly(top[h], offset=offset) for h in valid}
+        top = {h: sync.maximum([top[h], other[h]]) for h in valid}
+    for h, ok in valid.items():
+        new = sync.maximum([m[h], sync.choose(ok, top[h] * scale, NEG_INF)])
+        alpha = exp2(sync.choose(new > NEG_INF, m[h] - new, 0.0))
+        off = sync.choose(ok, new, -NEG_INF)
+        sums = [exp2(v * scale - off) for v in s[h]]
+        for i, v in enumerate(sums):
+            p[i // 2 * 4 + 2 * h + i % 2] = v
+        m[h] = new
+        den[h] = den[h] * alpha + total(sums)
+        for n in range(dims):
+            for e in range(2):
+                at = n * 4 + 2 * h + e
+                o[at] = o[at] * alpha
 
 
 def sums_seen(k, o):

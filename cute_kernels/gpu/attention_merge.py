@@ -3,8 +3,9 @@
 The two warps of a query head hold sums over different keys and all dimensions; each gives its
 partner the sums that the partner publishes, half 0 the lower and half 1 the upper half of the
 dimensions. A split's part of a row: per query head `head_dim` sums as bf16 (rounded like the output
-itself; fp32 made the hand-off longer), then per query head maximum and denominator as fp32. Sums
-of lane t lie side by side: word d/8 t + n holds dimensions 8 n + 2 t and the next.
+itself; fp32 made the hand-off longer), then per query head maximum and denominator as fp32. Vector
+4 i + t of the sums holds those of lane t: word w is of dimensions 8 (4 i + w) + 2 t and the next,
+so that a store of a quad of lanes fills whole sectors.
 """
 
 import cutlass
@@ -14,7 +15,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.attention_blocks import NEG_INF
 from cute_kernels.gpu.attention_plan import ROWS, TAIL_GROUPS, halves
+from cute_kernels.gpu.attention_stream import desc_int
 from cute_kernels.gpu.attention_tail import tail_at
+from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.fragments import bf16_pair, exp2, put_word, unpack_pair
 
 
@@ -67,10 +70,9 @@ def publish_rows(k: cutlass.Constexpr, h: cutlass.Constexpr, rows: Int32, head: 
         if row < rows:
             row_bytes = 2 * k.c.shape.head_dim
             to = part + Int64(row * (k.c.splits * k.c.part_bytes))
-            place = k.c.shape.head_dim // 8 * t + half * len(words)
-            sums = to + Int64(head * row_bytes + place * 4)
+            sums = to + Int64(head * row_bytes + half * (len(words) * 16) + t * 16)
             for i in cutlass.range_constexpr(0, len(words), 4):
-                sync.st_words(sums + i * 4, words[i : i + 4])
+                sync.st_words(sums + i * 16, words[i : i + 4])
             if (t == 0) & (half == 0):
                 at = to + Int64(k.c.group_heads * row_bytes + head * 8)
                 sync.st_words(at, [sync.as_bits(top), sync.as_bits(den_all)])
@@ -117,7 +119,11 @@ def take_parts(k: cutlass.Constexpr, u: cute.Tensor, head: Int32, row_at: Int64,
     u[4 * n] = sync.select(awaited, Uint32(sync.EMPTY), sync.as_bits(Float32(NEG_INF)))
     u[4 * n + 1] = sync.select(awaited, Uint32(sync.EMPTY), Uint32(0))
     if cutlass.const_expr(polled):
-        missing, tries, since = Uint32(1), Int32(0), Int64(0)
+        missing, tries, since = Uint32(desc_int(k, Desc.ROWS) > 8), Int32(0), Int64(0)
+        while missing != 0:  # many merge at once: polling for everything would cost L2 bandwidth
+            missing = ask_stats(k, u, stats_at)
+            tries, since = sync.overdue(tries, since)
+        missing = Uint32(1)
         while missing != 0:
             missing = ask_parts(k, u, sums_at, stats_at)
             tries, since = sync.overdue(tries, since)
@@ -132,16 +138,22 @@ def ask_parts(k, u, sums_at, stats_at):
         mine = [u[4 * i + e] for e in range(4)]
         for e, v in enumerate(sync.ld_missing_words(sums_at + i * each, mine, sync.largest(mine))):
             u[4 * i + e] = v
-    mine = [u[4 * n], u[4 * n + 1]]
-    u[4 * n], u[4 * n + 1] = sync.ld_missing_words(stats_at, mine, sync.largest(mine))
+    ask_stats(k, u, stats_at)
     return sync.any_lane_empty(sync.largest([u[i] for i in range(4 * n + 2)]))
+
+
+def ask_stats(k, u, stats_at):
+    """The same of statistics alone, the last words that a split gives."""
+    at = k.c.splits * lanes_per_split(k) // 8
+    mine = [u[at], u[at + 1]]
+    u[at], u[at + 1] = sync.ld_missing_words(stats_at, mine, sync.largest(mine))
+    return sync.any_lane_empty(sync.larger(u[at], u[at + 1]))
 
 
 def merge_dim(k, w):
     """First dimension of word w of this lane's four."""
-    lanes = lanes_per_split(k)
-    place = (k.lane % lanes) * 4 + w  # tiles and lanes of a split are equally many
-    return (place % lanes) * 8 + (place // lanes) * 2
+    vector = k.lane % lanes_per_split(k)
+    return (vector // 4 * 4 + w) * 8 + vector % 4 * 2
 
 
 def merge_words(k, p, u, slot, head):
@@ -156,36 +168,33 @@ def merge_words(k, p, u, slot, head):
         at = tail_at(k, p, slot, cutlass.min(k.lane, TAIL_GROUPS - 1), head)
         top_tail, den_tail = sync.lds_pair(at + c.shape.head_dim * 4)
         top = sync.maximum([top, sync.choose(has_group, top_tail, NEG_INF)])
-    for shift in range(5):
-        top = sync.maximum([top, cute.arch.shuffle_sync_bfly(top, offset=1 << shift)])
+    top = sync.warp_max(top)
     e = exp2(mine - top)
     den = sync.choose(k.lane < c.splits, den * e, 0.0)
     if p.tail:
         e_tail = sync.choose(has_group, exp2(top_tail - top), 0.0)
         den = den + den_tail * e_tail
+    # ptxas moves nothing across a shuffle: what may wait side by side is written side by side
+    shares = [(32 // lanes) * i + k.lane // lanes for i in range(n)]
+    factors, o = [cute.arch.shuffle_sync(e, split) for split in shares], [Float32(0.0)] * 8
     for shift in range(5):
         den = den + cute.arch.shuffle_sync_bfly(den, offset=1 << shift)
-    inverse = 1.0 / den
-    o = [Float32(0.0)] * 8
-    for i in range(n):
-        factor = cute.arch.shuffle_sync(e, (32 // lanes) * i + k.lane // lanes)
-        for w in range(4):
-            pair = unpack_pair(u[4 * i + w])
-            for d in range(2):
-                o[2 * w + d] = o[2 * w + d] + pair[d] * factor
+        for i in range(shift * n // 5, (shift + 1) * n // 5):
+            add_split(o, [u[4 * i + w] for w in range(4)], factors[i])
     if p.tail:
         add_tail(k, p, o, e_tail, slot, head)
-    words = []
-    for w in range(4):
-        for d in range(2):
-            # x + y is the same either way round: every lane has one and the same total
-            v, offset = o[2 * w + d], lanes
-            while offset < 32:
-                v = v + cute.arch.shuffle_sync_bfly(v, offset=offset)
-                offset *= 2
-            o[2 * w + d] = v * inverse
-        words.append(bf16_pair(o[2 * w], o[2 * w + 1]))
-    return words
+    # x + y is the same either way round: every lane has one and the same total
+    for shift in range(lanes.bit_length() - 1, 5):
+        others = [cute.arch.shuffle_sync_bfly(v, offset=1 << shift) for v in o]
+        o = [v + other for v, other in zip(o, others, strict=True)]
+    inverse = 1.0 / den
+    return [bf16_pair(o[2 * w] * inverse, o[2 * w + 1] * inverse) for w in range(4)]
+
+
+def add_split(o, words, factor):
+    for w, word in enumerate(words):
+        for d, v in enumerate(unpack_pair(word)):
+            o[2 * w + d] = o[2 * w + d] + v * factor
 
 
 def add_tail(k, p, o, e_tail, slot, head):

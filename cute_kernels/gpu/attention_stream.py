@@ -35,7 +35,8 @@ class Places:
     chunk_bytes: of 32 columns of the output (word_at).
     norms, normed, rope_table: where the RMSNorms of q and k are, whether there are any, and the
     rotary factors. tail: whether rows have keys beside those in blocks (attention_tail.py).
-    polled: whether parts of splits are awaited word by word.
+    polled: whether parts of splits are awaited word by word. split: whose blocks are this CTA's;
+    turn: the first row that it merges.
     """
 
     norms, rope_table, tail, polled = Arg.QK_NORM, Arg.ROPE, True, True
@@ -52,6 +53,7 @@ class Places:
         self.normed = k.c.shape.qk_norm
         shift = k.c.splits.bit_length() - 1
         self.kv_head, self.split = k.bid >> shift, k.bid & (k.c.splits - 1)
+        self.turn = k.c.splits - 1 - self.split
 
 
 def row_position(k, p, row):
@@ -129,7 +131,7 @@ def begin_produce(k: cutlass.Constexpr):
     tail_first, tail_count, main_blocks = block_range(k, p, rows)
     n_main = cutlass.max(main_blocks - p.split + c.splits - 1, 0) // c.splits
     total = n_main
-    if p.split < rows:
+    if p.turn < rows:
         total = total + tail_count
     if p.kv_head >= c.shape.kv_heads:
         total = Int32(0)

@@ -18,17 +18,19 @@ from cute_kernels.gpu.attention_blocks import (
     NEG_INF,
     add_values,
     filled,
+    key_part,
+    ldmatrix,
     quad_max,
     quad_sum,
+    query_part,
     score_scale,
-    scores,
     sums_seen,
     total,
 )
 from cute_kernels.gpu.attention_plan import ROWS, TAIL_GROUPS, stages_per_block
 from cute_kernels.gpu.attention_stream import desc_int, path_row, row_position
 from cute_kernels.gpu.board import Desc
-from cute_kernels.gpu.fragments import constant, exp2
+from cute_kernels.gpu.fragments import constant, exp2, mma
 from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.ring import advance
 
@@ -109,14 +111,26 @@ def load_query(k, p, slot):
     return words + [constant(0)] * (d // 8)
 
 
+def short_scores(k, q, at):
+    """S of rows g (heads) and 8 keys, in four chains of sums: ptxas takes tile after tile here, and
+    one chain would wait for itself."""
+    steps = k.c.shape.head_dim // 16
+    chains = [[Float32(0.0)] * 4 for _ in range(4)]
+    for step in range(steps):
+        if step % 2 == 0:
+            words = ldmatrix(at ^ (step // 2 * 64), False)
+        part = query_part(k, q, step), key_part(words, step)
+        chains[step % 4] = mma(chains[step % 4], *part)
+    return [total([chain[e] for chain in chains]) for e in range(2)]
+
+
 def multiply_group(k, q, rows, left, m, den, o):
     """rows: shared address of the group's (address of the K row, of the V row). left: keys of it
     that count."""
     i = k.lane
     keys = [sync.lds_int(rows + (8 * j + (i & 7)) * 8) ^ ((i >> 3) << 4) for j in range(4)]
     values = [sync.lds_int(rows + (16 * u + (i & 15)) * 8 + 4) ^ ((i >> 4) << 4) for u in range(2)]
-    tiles = scores(k, q, lambda j, chunk: keys[j] ^ (chunk * 64))
-    first = 2 * (i & 3)
+    tiles, first = [short_scores(k, q, at) for at in keys], 2 * (i & 3)
     s = [
         sync.choose(8 * j + first + e < left, tile[e], NEG_INF)
         for j, tile in enumerate(tiles)

@@ -193,11 +193,11 @@ def sum_blocks(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, layer: I
 @cute.jit
 def merge_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, rows: Int32, blocks: Int32,
                cur: Int64):  # fmt: skip
-    """Rows split, split + splits, ... by a warp a query head."""
+    """Rows turn, turn + splits, ... by a warp a query head."""
     c, b = k.c, Buffers.of(k.c)
     if k.wid < c.group_heads:
         u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
-        row = p.split
+        row = p.turn
         while row < rows:
             take_parts(k, u, k.wid, row_parts(k, p, cur + b.part, row), blocks + 1)
             publish_row(k, p, u, k.wid, row, Int32(0), cur + b.a)

@@ -48,9 +48,10 @@ from cute_kernels.gpu.sampling_block import offset
 from cute_kernels.gpu.service import run_service
 from host.wire import MAX_ALTERNATIVES
 
-BASE, DIGEST, SEEN, KEYS = ROW_STATE, ROW_STATE + 1, ROW_STATE + 2, ROW_STATE + 8
-"""Of a CTA's memory: the position before which DIGEST goes, the drafter's first unknown position,
-and the keys."""
+KEYS = ROW_STATE
+"""Of a CTA's memory: the digests of the last step's rows, then the keys by position. What else a
+CTA knows: the digest `h` of the keys before position `base`, and `seen`, the first position that
+the drafter has not been shown."""
 
 
 def _word(k, field):
@@ -62,12 +63,20 @@ def _at(base, index):
 
 
 def _load(base, index):
+    """Of memory that others write, too."""
     return Int32(sync.ld_word(_at(base, index)))
 
 
-@cute.jit
-def _store(base: Int64, index: Int32, value):
+def _store(base, index, value):
     sync.st_word(_at(base, index), Uint32(value))
+
+
+def _own(base, index):
+    return mapped.ld_own_int(_at(base, index))
+
+
+def _put_own(base, index, value):
+    mapped.st_own_int(_at(base, index), Int32(value))
 
 
 @cute.jit
@@ -78,17 +87,14 @@ def _digest(h: Uint32, token: Int32, position: Int32):
 
 
 @cute.jit
-def _catch_up(own: Int64, position: Int32):
-    """The digest of all keys below `position`."""
-    base, h = _load(own, Int32(BASE)), Uint32(_load(own, Int32(DIGEST)))
+def _catch_up(own: Int64, h: Uint32, base: Int32, position: Int32):
+    """(digest of all keys below `position`, position)."""
     if position < base:
         base, h = Int32(0), Uint32(0)
     while base < position:
-        h = _digest(h, _load(own, KEYS + base), base)
+        h = _digest(h, _own(own, KEYS + base), base)
         base = base + 1
-    _store(own, Int32(BASE), base)
-    _store(own, Int32(DIGEST), h)
-    return h
+    return h, base
 
 
 @cute.jit
@@ -146,61 +152,58 @@ def _wait_for_all(k: cutlass.Constexpr):
 
 
 @cute.jit
-def _note_seen(own: Int64, first: Int32, end: Int32):
-    """The drafter is shown the positions from `first` to `end`. What begins at 0 is a new text."""
+def _note_seen(own: Int64, base: Int32, seen: Int32, first: Int32):
+    """The drafter is shown positions from `first` on: the base from which the digest holds. What
+    begins at 0 is a new text."""
     if first == 0:
-        _store(own, Int32(BASE), Int32(0))
-    elif first != _load(own, Int32(SEEN)):
-        _store(own, Int32(KEYS), HOLE ^ _load(own, Int32(KEYS)))
-        _store(own, Int32(BASE), Int32(0))
-    _store(own, Int32(SEEN), end)
+        base = Int32(0)
+    elif first != seen:
+        _put_own(own, Int32(KEYS), HOLE ^ _own(own, Int32(KEYS)))
+        base = Int32(0)
+    return base
 
 
 @cute.jit
-def _verify(k: cutlass.Constexpr, own: Int64, kind: Int32):
-    """DECODE and ROWS."""
-    position, rows, table = _word(k, Desc.POSITION), _word(k, Desc.ROWS), arg(k, Arg.ROW_TABLE)
-    if position == 0:
-        _note_seen(own, position, position)
-    before = _catch_up(own, position)
-    for row in cutlass.range(rows, unroll=1):
-        token, parent, place = Int32(0), Int32(-1), position
+def _verify(
+    k: cutlass.Constexpr, own: Int64, kind: Int32, position: Int32, rows: Int32, token: Int32,
+    decides: Int32, h: Uint32, base: Int32,
+):  # fmt: skip
+    """DECODE and ROWS; token: of the first row. The digest before the rows, and its base."""
+    h, base = _catch_up(own, h, base, position)
+    first = _digest(h, token, position)
+    _put_own(own, Int32(0), first)
+    _put_own(own, KEYS + position, token)
+    for row in cutlass.range(1, rows, unroll=1):
+        parent, place, table = Int32(0), Int32(0), arg(k, Arg.ROW_TABLE) + 4 * ROW_WORDS * row
         if kind == int(Segment.DECODE):
             token = _load(k.board, int(Desc.TOKEN) + row)
             place = _load(k.board, int(Desc.ROW_POSITION) + row)
-            if place > position:
-                up = place - position - 1  # depth of the parent
-                path = _load(k.board, int(Desc.PATH) + 2 * row + (up >> 3))
-                parent = (path >> (4 * (up & 7))) & 15
+            up = place - position - 1  # depth of the parent
+            path = _load(k.board, int(Desc.PATH) + 2 * row + (up >> 3))
+            parent = (path >> (4 * (up & 7))) & 15
         else:
-            token = _load(table, row * ROW_WORDS + int(RowWord.TOKEN))
-            place = _load(table, row * ROW_WORDS + int(RowWord.POSITION))
-            parent = _load(table, row * ROW_WORDS + int(RowWord.PARENT))
-        h = before
-        if parent >= 0:
-            h = Uint32(_load(own, parent))
-        h = _digest(h, token, place)
-        _store(own, row, h)
-        _store(own, KEYS + position + row, token)
-    if _word(k, Desc.DECIDE) != 0:
+            token = _load(table, int(RowWord.TOKEN))
+            place = _load(table, int(RowWord.POSITION))
+            parent = _load(table, int(RowWord.PARENT))
+        _put_own(own, row, _digest(Uint32(_own(own, parent)), token, place))
+        _put_own(own, KEYS + position + row, token)
+    if decides != 0:
         _arrive(k)
         if k.bid < rows:
             _wait_for_all(k)
         for row in cutlass.range(k.bid, rows, k.c.ctas, unroll=1):
-            _decide(k, Uint32(_load(own, row)), row)
+            _decide(k, Uint32(_own(own, row)), row)
     else:
-        _answer(k, Uint32(_load(own, Int32(0))))
+        _answer(k, first)
+    return h, base
 
 
 @cute.jit
-def _move(k: cutlass.Constexpr, own: Int64):
-    """Keys of the accepted rows to their places; what the drafter is shown must have no gap."""
-    position, context = _word(k, Desc.POSITION), _word(k, Desc.CONTEXT)
-    first = position - context
+def _move(k: cutlass.Constexpr, own: Int64, first: Int32, context: Int32):
+    """Keys of the accepted rows to their places."""
     for i in cutlass.range(context, unroll=1):
         row = _load(k.board, int(Desc.ACCEPTED) + i)
-        _store(own, KEYS + first + i, _load(own, KEYS + first + row))
-    _note_seen(own, first, position)
+        _put_own(own, KEYS + first + i, _own(own, KEYS + first + row))
 
 
 @cute.jit
@@ -256,11 +259,9 @@ def _stamp_first(k: cutlass.Constexpr, which: cutlass.Constexpr):
 
 
 @cute.jit
-def _take_prompt(k: cutlass.Constexpr, own: Int64):
-    tokens, position, rows = arg(k, Arg.TOKENS), _word(k, Desc.POSITION), _word(k, Desc.ROWS)
+def _take_prompt(k: cutlass.Constexpr, own: Int64, position: Int32, rows: Int32):
     for i in cutlass.range(rows, unroll=1):
-        _store(own, KEYS + position + i, _load(tokens, position + i))
-    _note_seen(own, position, position + rows)
+        _put_own(own, KEYS + position + i, _load(arg(k, Arg.TOKENS), position + i))
 
 
 @cute.jit
@@ -268,13 +269,22 @@ def _run_model(k: cutlass.Constexpr, own: Int64, plant: Int64):
     """One thread a CTA."""
     tag = Int32(sync.ld_word(k.board + int(Board.FIRST_TAG) * 4)) + 1
     phase_at = k.board + (int(Board.PHASE) + Int64(k.bid)) * 4
+    # between launches the numbers lie in the memory, behind the keys' last place
+    kept = own + 4 * (Int64(Int32(arg(k, Arg.SPARE_TOO))) + state_words(0) - 4)
+    h, base, seen = Uint32(_own(kept, 0)), _own(kept, 1), _own(kept, 2)
     running = Int32(1)
     while running != 0:
         while sync.ld_acquire(k.board + desc_at(int(Desc.TAG))) != tag:
             sync.nap(200)
-        kind = _word(k, Desc.KIND)
-        sync.st_word(phase_at, Uint32(1 + PHASE))
+        words = [w for i in range(0, 20, 4) for w in sync.ld_words(k.board + desc_at(i))]
         planted = Int32(sync.ld_word(plant))
+        kind, rows, position, token, decides, context = [
+            Int32(words[int(field)])
+            for field in (
+                Desc.KIND, Desc.ROWS, Desc.POSITION, Desc.TOKEN, Desc.DECIDE, Desc.CONTEXT,
+            )
+        ]  # fmt: skip
+        sync.st_word(phase_at, Uint32(1 + PHASE))
         if (planted & 0xFFFF) == k.bid + 1:
             if (kind == planted >> 16) | ((planted >> 16 == 0) & (kind != int(Segment.LEAVE))):
                 tries, since = Int32(0), Int64(0)
@@ -283,29 +293,36 @@ def _run_model(k: cutlass.Constexpr, own: Int64, plant: Int64):
         _stamp_first(k, Stamp.GATE)
         is_silent = Int32(1)
         if (kind == int(Segment.DECODE)) | (kind == int(Segment.ROWS)):
+            if position == 0:
+                base, seen = Int32(0), Int32(0)
             _stamp_first(k, Stamp.HEAD)
             sync.st_word(phase_at, Uint32(0))
-            _verify(k, own, kind)
+            h, base = _verify(k, own, kind, position, rows, token, decides, h, base)
             is_silent = Int32(0)
         elif kind == int(Segment.PROMPT):
-            _take_prompt(k, own)
+            base = _note_seen(own, base, seen, position)
+            _take_prompt(k, own, position, rows)
+            seen = position + rows
         elif kind == int(Segment.DRAFT):
-            _move(k, own)
-            _stamp_first(k, Stamp.COMPACTED)
-            _stamp_first(k, Stamp.CONTEXT)
-            _stamp_first(k, Stamp.DRAFTED)
-            is_silent = Int32(_word(k, Desc.ROWS) == 0)
+            base = _note_seen(own, base, seen, position - context)
+            _move(k, own, position - context, context)
+            seen = position
+            for stamp in (Stamp.COMPACTED, Stamp.CONTEXT, Stamp.DRAFTED):
+                _stamp_first(k, stamp)
+            is_silent = Int32(rows == 0)
         sync.st_word(phase_at, Uint32(0))
-        sync.fence_gpu()
+        if kind == int(Segment.LEAVE):
+            running = Int32(0)
+            for i, value in enumerate((h, base, seen)):
+                _put_own(kept, i, value)
         if is_silent != 0:
+            sync.fence_gpu()
             sync.red_release(k.board + int(Board.DONE) * 4, Uint32(1))
         elif kind == int(Segment.DRAFT):
             _arrive(k)
             if k.bid == 0:
                 _wait_for_all(k)
                 _grow(k, tag)
-        if kind == int(Segment.LEAVE):
-            running = Int32(0)
         tag = tag + 1
 
 

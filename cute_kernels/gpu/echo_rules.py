@@ -8,7 +8,7 @@ LOGPROB = -0.75  # of a token that the CTAs decide
 SAID = 8  # most candidates of a position in the drafter's script
 SCRIPT_WORDS = 16  # of a position: how many candidates, which of them goes on, then the candidates
 HOLE = 0x5555  # spoils the first key when the drafter was not shown a position
-ROW_STATE = 128  # a CTA's memory: digests of the last step's rows, numbers, keys by position
+ROW_STATE = 128  # digests of the last step's rows
 
 
 def digest(h: int, token: int, position: int) -> int:
@@ -18,4 +18,4 @@ def digest(h: int, token: int, position: int) -> int:
 
 def state_words(ctx: int) -> int:
     """int32 words of a CTA's memory, for a context of `ctx` positions."""
-    return ROW_STATE + 8 + ctx + 256
+    return ROW_STATE + ctx + 256 + 4

@@ -126,6 +126,12 @@ def sum_lanes(value):
     return ptx_read(code, [Int32], Int32(value))
 
 
+def select(condition, a, b):
+    """a if condition else b, int64, without a branch."""
+    code = "{ .reg .pred q; setp.ne.u32 q, {$r0}, 0; selp.b64 {$w0}, {$r1}, {$r2}, q; }"
+    return ptx_read(code, [Int64], Int32(condition), a, b)
+
+
 # -- entries -----------------------------------------------------------------------------------
 def _place(dtype: np.dtype, name: str) -> tuple[int, int, int]:
     """(byte offset, bytes of an element, elements) of a field."""

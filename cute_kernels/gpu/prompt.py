@@ -31,15 +31,8 @@ from cute_kernels.gpu.grid_barrier import barrier_side, grid_barrier
 from cute_kernels.gpu.keys import Keys, write_keys
 from cute_kernels.gpu.prompt_attention import attend, produce_keys
 from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES, PARTS, ROW_TILE, PromptBuffers
-from cute_kernels.gpu.rows_gemm import (
-    Ends,
-    Rows,
-    add_parts,
-    embed_residual,
-    embed_rows,
-    produce_rows,
-    rows_gemm,
-)
+from cute_kernels.gpu.rows_embed import embed_residual, embed_rows
+from cute_kernels.gpu.rows_gemm import Ends, Rows, add_parts, produce_rows, rows_gemm
 from cute_kernels.gpu.sync import ptx_read, select_int
 
 QKV, O, GU, DOWN, LM, FC, CKV, KEYS = range(8)  # KEYS: the drafter's, behind ckv

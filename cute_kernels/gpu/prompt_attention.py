@@ -25,7 +25,7 @@ from cute_kernels.gpu.attention_blocks import (
     block_values,
     filled,
     quad_sum,
-    softmax_half,
+    softmax_halves,
     sums_seen,
 )
 from cute_kernels.gpu.attention_plan import stages_per_block
@@ -75,8 +75,7 @@ def attend_half(k, q, m, den, o, keys_at, values_at, place, live):
     """32 keys: one step of the running softmax."""
     tiles = mask_scores(k, block_scores(k, q, keys_at), place)
     p = filled(16, 0.0)
-    for h in range(2):
-        softmax_half(k, tiles, h, True, p, m, den, o)
+    softmax_halves(k, tiles, {0: True, 1: True}, p, m, den, o)
     block_values(k, o, p, values_at, value_masks(k, live), fine=True)
 
 

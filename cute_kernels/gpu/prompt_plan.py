@@ -19,9 +19,10 @@ MAX_ROWS, ROW_TILE = 256, 16
 PARTS = ("embed", "qkv", "keys", "attention", "o", "gu", "down")  # each also a kernel of its own
 ROW_TILES = MAX_ROWS // ROW_TILE
 TREE_TILES = TREE_ROWS // ROW_TILE
-CONSUMER_REGISTERS = 208  # at least, with setmaxnreg: kernel.register_split
+CONSUMER_REGISTERS = 224  # with setmaxnreg: kernel.register_split
 OTHER_REGISTERS = 84  # of rows_gemm.py with 4 chunks ahead, besides what grows with the tiles
 MOST_AHEAD, SPARE_REGISTERS = 12, 24
+MOST_SHARED = 4  # tiles of a sweep of gate/up up to which the warps may share K
 BLOCKS = MAX_ROWS // 8
 COLUMNS_BYTES = BLOCKS * 512  # 32 columns (a chunk of K) of all rows
 
@@ -96,9 +97,9 @@ def slice_count(c: Config, name: str) -> int:
 
 def free_registers(c: Config, name: str, tiles: int) -> int:
     """Of a thread, beside those that every sweep over `tiles` tiles needs: for each 4 sums a row
-    tile of its warp, two chains of 4, and 4 words of weights."""
+    tile of its warp, two chains of 4, and an address."""
     registers = CONSUMER_REGISTERS if c.setmaxnreg else 65536 // (-(-c.block // 128) * 128)
-    return registers - OTHER_REGISTERS - tiles * (4 * rounds(c, name) + 12)
+    return registers - OTHER_REGISTERS - tiles * (4 * rounds(c, name) + 9)
 
 
 def group_tiles(c: Config, name: str) -> int:
@@ -115,6 +116,25 @@ def chunks_ahead(c: Config, name: str) -> int:
     chunks = c.gemm(name).slab // CHUNK // c.warps
     more = max(free_registers(c, name, group_tiles(c, name)) - SPARE_REGISTERS, 0) // 8
     return min(4 + more, MOST_AHEAD, slice_warps(c, name) * chunks)
+
+
+def left_bytes(c: Config, name: str) -> int:
+    """What a K warp's sums of a row tile take where they wait for others: rows_share.py."""
+    return group_tiles(c, name) * ROW_TILE * TILE * 4 + 256 * c.gemm(name).normed
+
+
+def k_parts(c: Config, name: str) -> list[int]:
+    """Parts of K that the warps of a row tile may share, ascending, as far as the sums of all but
+    the first find room; 1 first. In wide models, where a sweep has many tiles, 1 alone: a warp has
+    enough to multiply there while it waits for activations."""
+    room, out = c.smem_plan()["partial sums"], [1]
+    if group_tiles(c, "gu") > MOST_SHARED:
+        return out
+    for parts in range(2, c.warps + 1):
+        left = c.warps // parts * (c.warps - c.warps // parts) * left_bytes(c, name)
+        if c.warps % parts == 0 and left <= room:
+            out.append(parts)
+    return out
 
 
 def task_tiles(c: Config) -> int:

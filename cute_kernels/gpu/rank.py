@@ -4,7 +4,8 @@ CTA r takes row r. Its warp 0 waits for what all CTAs say about the row (head.py
 logit and the sum, hence logsumexp over all columns in fp32, and whether a NaN or +inf is among
 them. The words go back to EMPTY before anything else of this CTA is published. Then all consumer
 warps find the first candidates (topk.py): as many as the tree may have nodes, since no node's rank
-exceeds the number of nodes. Columns ascend in token id, so equal logits are in the order of ids.
+exceeds the number of nodes; one alone, a chain's, is what the results say. Columns ascend in token
+id, so equal logits are in the order of ids.
 
 With a script (Arg.DRAFT_SCRIPT) the row's candidates come from there, by the absolute position that
 the row predicts: for measuring and for tests. The drafter's logits are then not looked at.
@@ -32,12 +33,14 @@ from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.topk import key_of, top_k, value_of
 
 NEG_INF = -float("inf")
-TOTAL, WRONG = WORDS + 12, WORDS + 16  # logsumexp of the row; 1 where it has none
+BEST = WORDS + 8  # the row's largest logit and its first column
+TOTAL = WORDS + 16  # its logsumexp, and 1 where it has none
 
 
 def log_sum_exp(k, words):
-    """(logsumexp of a row, flags) from its results (head.result_words); the same in every lane.
-    The largest logit first, so that the sums wait for one exponential each."""
+    """(largest logit, its first column, logsumexp, flags) of a row from its results
+    (head.result_words); the same in every lane. The largest first, so that the sums wait for one
+    exponential each."""
     now = [
         head.unpacked([words[4 * i + e] for e in range(4)]) for i in range(words.layout.shape // 4)
     ]
@@ -45,31 +48,35 @@ def log_sum_exp(k, words):
     logits = [sync.choose(ok, r[head.LOGIT], NEG_INF) for ok, r in zip(there, now, strict=True)]
     top = value_of(sync.warp_reduce("max", key_of(sync.maximum(logits))))
     safe, total, flags = sync.choose(top > NEG_INF, top, 0.0), Float32(0.0), Int32(0)
+    column = Uint32(head.NO_TOKEN)
     for ok, logit, r in zip(there, logits, now, strict=True):
         part = r[head.SUM] * exp2((logit - safe) * head.LOG2_E)
         total = total + sync.choose(ok, part, 0.0)
         flags = flags | sync.select_int(ok, r[head.FLAGS], Int32(0))
+        its = sync.select(ok & (logit == top), Uint32(r[head.TOKEN]), column)
+        column = sync.smaller(column, its)
     for shift in range(5):
         total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << shift)
     log_sum = cute.math.log2(total, fastmath=True) * head.LN_2
-    return top + log_sum, Int32(sync.warp_reduce("or", Uint32(flags)))
+    column, flags = sync.warp_reduce("min", column), sync.warp_reduce("or", Uint32(flags))
+    return top, column, top + log_sum, flags
 
 
 @cute.jit
 def take_results(k: cutlass.Constexpr, row: Int32):
-    """Warp 0: wait for the row's results, set them back to EMPTY, leave TOTAL and WRONG."""
+    """Warp 0: wait for the row's results, set them back to EMPTY, leave BEST and TOTAL."""
     words, tries, since = head.result_words(k), Int32(0), Int64(0)
     while sync.any_lane_empty(head.ask_results(k, words, row)) != 0:
         tries, since = sync.overdue(tries, since)
-    total, flags = log_sum_exp(k, words)
+    top, column, total, flags = log_sum_exp(k, words)
     cta = k.lane
     while cta < k.c.ctas:
         sync.st_words(head.result_address(k, row, cta), [Uint32(sync.EMPTY)] * 4)
         cta = cta + 32
     sync.fence_gpu()
     if k.lane == 0:
-        sync.sts(k.attention + TOTAL, total)
-        sync.sts_int(k.attention + WRONG, flags)
+        sync.sts_pair(k.attention + BEST, top, sync.as_float(column))
+        sync.sts_pair(k.attention + TOTAL, total, sync.as_float(flags))
 
 
 @cute.jit
@@ -99,12 +106,17 @@ def follow_script(k: cutlass.Constexpr, script: Int64, position: Int32, want: In
 def rank_logits(k: cutlass.Constexpr, row: Int32, want: Int32):
     """The same from the drafter's logits."""
     n, token, logprob = Int32(0), Uint32(0), Uint32(0)
-    total, wrong = sync.lds(k.attention + TOTAL), sync.lds_int(k.attention + WRONG)
-    if (wrong == 0) & (want > 0):
-        logits = arg(k, Arg.DRAFT_LOGITS) + Int64(row) * (k.c.draft_stride * 4)
-        n = top_k(k, logits, Int32(arg(k, Arg.DRAFT_COLUMNS)), want)
+    total, wrong = sync.lds_pair(k.attention + TOTAL)
+    if (sync.as_bits(wrong) == 0) & (want > 0):
+        logit, column = sync.lds_pair(k.attention + BEST)
+        if want == 1:  # as in every step of a chain
+            n = Int32(logit > NEG_INF)
+        else:
+            logits = arg(k, Arg.DRAFT_LOGITS) + Int64(row) * (k.c.draft_stride * 4)
+            n = top_k(k, logits, Int32(arg(k, Arg.DRAFT_COLUMNS)), want)
+            if k.tid < n:
+                logit, column = sync.lds_pair(k.attention + SORTED + k.tid * 8)
         if k.tid < n:
-            logit, column = sync.lds_pair(k.attention + SORTED + k.tid * 8)
             logprob, token = sync.as_bits(logit - total), sync.as_bits(column)
             tokens = arg(k, Arg.DRAFT_TOKENS)
             if tokens != 0:

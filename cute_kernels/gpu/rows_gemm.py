@@ -21,9 +21,8 @@ from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.config import CHUNK, TILE
 from cute_kernels.gpu.core import arg
-from cute_kernels.gpu.embed import column_offset, token_address
 from cute_kernels.gpu.epilogue import norm_factor, silu_times
-from cute_kernels.gpu.fragments import bf16_pair, bf16_product, constant, mma, unpack_pair
+from cute_kernels.gpu.fragments import bf16_pair, bf16_product, mma
 from cute_kernels.gpu.gemm import add_square, plan_entry, warp_chunks
 from cute_kernels.gpu.keys import load_words
 from cute_kernels.gpu.prompt_plan import (
@@ -38,6 +37,15 @@ from cute_kernels.gpu.prompt_plan import (
     slice_warps,
 )
 from cute_kernels.gpu.ring import advance, issue
+from cute_kernels.gpu.rows_share import (
+    Share,
+    chunk_at,
+    chunk_range,
+    gather_sums,
+    leave_sums,
+    part_chunk,
+    start_sums,
+)
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import tile_stride
 
@@ -195,14 +203,14 @@ def k_warp_products(k, g, n, places, ahead, sources, totals, norms, scales):
     for i in range(chunks):
         vectors = queue.pop(0)
         queue.append(load_rows(sources[i]))
-        weights = [sync.lds_words(places[j] + i * step_bytes) for j in range(n)]
         if g.normed:
             square_sums(sums, vectors)
         r0, r1 = vectors if g.name != "lm" else scaled_rows(vectors, scales + i * 64)
-        for s in range(2):
-            a = [r0[2 * s], r1[2 * s], r0[2 * s + 1], r1[2 * s + 1]]
-            for j in range(n):
-                chains[j][s] = mma(chains[j][s], a, weights[j][2 * s : 2 * s + 2])
+        a = [[r0[2 * s], r1[2 * s], r0[2 * s + 1], r1[2 * s + 1]] for s in range(2)]
+        for j in range(n):
+            weights = sync.lds_words(places[j] + i * step_bytes)
+            for s in range(2):
+                chains[j][s] = mma(chains[j][s], a[s], weights[2 * s : 2 * s + 2])
     keep(ahead, queue)
     for j in range(n):
         for e in range(4):
@@ -218,13 +226,6 @@ def rotate(values, n):
         old = [values[i] for i in range(size)]
         for i in range(size):
             values[i] = old[(i + n) % size]
-
-
-def start_sums(totals, norms):
-    for i in range(cute.size(totals)):  # x + -0.0 is x to the last bit, x + 0.0 is not
-        totals[i] = sync.as_float(constant(0x80000000))
-    for i in range(cute.size(norms)):
-        norms[i] = Float32(0.0)
 
 
 # -- the phase ---------------------------------------------------------------------------------
@@ -265,46 +266,42 @@ def norm_at(k, offset):
 
 
 @cute.jit
-def chunk_at(at: Int64, after: Int64, i: Int32, whole: cutlass.Constexpr):
-    """Address of chunk i from `at` on; from chunk `whole` on, from `after`."""
-    base = at
-    if i >= whole:
-        base = after
-    return base + Int64(i) * COLUMNS_BYTES
-
-
-@cute.jit
 def multiply_slice(
-    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, source: Int64,
-    places: cutlass.Constexpr, at: Int64, last: cutlass.Boolean, ahead: cute.Tensor,
+    k: cutlass.Constexpr, p: cutlass.Constexpr, g: cutlass.Constexpr, w: cutlass.Constexpr,
+    source: Int64, places: cutlass.Constexpr, at: Int64, q: Int32, ahead: cute.Tensor,
     totals: cute.Tensor, norms: cute.Tensor,
 ):  # fmt: skip
-    """A slice's part of all sums of this warp. source: of all activations; at: this lane's of its
-    first row tile at the slice's first chunk. Returns a word that depends on every load of weights.
-    """
+    """Slice q's part of all sums of this warp. w: its Share. source: of all activations; at: this
+    lane's of its first row tile at the slice's first chunk. Returns a word that depends on every
+    load of weights."""
     c, n, chunks = k.c, group_tiles(k.c, g.name), warp_chunks(k, g)
-    whole = slice_warps(c, g.name) * chunks  # chunks of the slice
-    round_bytes, seen, row_tile = c.warps * 1024, Uint32(0), k.wid
-    begin = at - Int64((slice_count(c, g.name) - 1) * whole * COLUMNS_BYTES)  # from the last slice
+    whole, slices = slice_warps(c, g.name) * chunks, slice_count(c, g.name)  # chunks of a slice
+    round_bytes, seen, row_tile = w.stride * 1024, Uint32(0), w.tile
+    begin = at - Int64((slices - 1) * whole * COLUMNS_BYTES)  # of the sweep, from the last slice
+    low, high = chunk_range(w, q * whole, whole)
     for _ in cutlass.range(rounds(c, g.name), unroll=1):
         if row_tile < p.row_tiles:
             after = at + round_bytes  # the next row tile, the next slice, or the next sweep
-            if row_tile + c.warps >= p.row_tiles:
-                after = at + whole * COLUMNS_BYTES - Int64((row_tile - k.wid) * 1024)
-                if last:
-                    after = begin - Int64((row_tile - k.wid) * 1024)
-            after, offset = after - whole * COLUMNS_BYTES, Int32(0)
-            for first in cutlass.range(0, whole, chunks, unroll=1):
+            if row_tile + w.stride >= p.row_tiles:
+                after = at + whole * COLUMNS_BYTES - Int64((row_tile - w.tile) * 1024)
+                if q == slices - 1:
+                    after = begin - Int64((row_tile - w.tile) * 1024)
+            after, offset = after - whole * COLUMNS_BYTES, low // chunks * 512
+            for first in cutlass.range(low, high, chunks, unroll=1):
                 next_chunks = [first + chunks_ahead(c, g.name) + i for i in range(chunks)]
-                sources = [chunk_at(at, after, i, whole) for i in next_chunks]
+                sources = [chunk_at(w, at, after, q * whole, i, whole) for i in next_chunks]
                 mine, scales = [place + offset for place in places], None
                 if cutlass.const_expr(g.name == "lm"):
                     scales = norm_at(k, at - source + Int64(first) * COLUMNS_BYTES)
                 k_warp_products(k, g, n, mine, ahead, sources, totals, norms, scales)
+                for j in cutlass.range_constexpr(n):
+                    seen = seen | sync.as_bits(totals[4 * j])
+                if cutlass.const_expr(len(w.ways) > 1):
+                    if w.part > 0:
+                        leave_sums(k, g, w, q * slice_warps(c, g.name) + first // chunks, totals,
+                                   norms)  # fmt: skip
                 offset = offset + 512
-            for j in cutlass.range_constexpr(n):
-                seen = seen | sync.as_bits(totals[4 * j])
-        at, row_tile = at + round_bytes, row_tile + c.warps
+        at, row_tile = at + round_bytes, row_tile + w.stride
         begin = begin + round_bytes
         rotate(totals, 4 * n)
         rotate(norms, 2)
@@ -332,8 +329,8 @@ def rows_gemm(
 ):  # fmt: skip
     """Consumer warps' part of one matrix. Returns the place in the ring. Where `down` is split its
     parts still have to be added: `add_parts`, a barrier later."""
-    c, n_group = k.c, group_tiles(k.c, g.name)
-    src = ends.source + Int64(k.wid * 1024 + k.lane * 16)
+    c, n_group, w = k.c, group_tiles(k.c, g.name), Share(k, p, g)
+    src = ends.source + Int64(w.tile * 1024 + k.lane * 16)
     if cutlass.const_expr(g.split > 1):
         src = src + Int64(k.rank * (g.slab // CHUNK * COLUMNS_BYTES))
     tile0, n, _, _ = plan_entry(k, phase)
@@ -342,7 +339,7 @@ def rows_gemm(
     norms = cute.make_rmem_tensor(cute.make_layout(rounds(c, g.name) * 2), Float32)
     depth = chunks_ahead(c, g.name)
     ahead = cute.make_rmem_tensor(cute.make_layout(8 * depth), Uint32)
-    keep(ahead, [load_rows(src + d * COLUMNS_BYTES) for d in range(depth)])
+    keep(ahead, [load_rows(src + part_chunk(w, d) * COLUMNS_BYTES) for d in range(depth)])
     done = Int32(0)
     while done < n:
         left = group_size(k, g, n, done)
@@ -357,8 +354,7 @@ def rows_gemm(
             places = [
                 stage_place(k, first, cutlass.min(Int32(j), left - 1)) for j in range(n_group)
             ]
-            last = q == slices - 1
-            seen = multiply_slice(k, p, g, ends.source, places, at, last, ahead, totals, norms)
+            seen = multiply_slice(k, p, g, w, ends.source, places, at, q, ahead, totals, norms)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 for _ in cutlass.range(left, unroll=1):
@@ -367,12 +363,15 @@ def rows_gemm(
                     if first == k.ring.n:
                         first = Int32(0)
             at = at + slice_bytes * COLUMNS_BYTES
-        row_tile = k.wid
+        row_tile = w.tile
+        if cutlass.const_expr(len(w.ways) > 1):
+            if w.parts > 1:
+                row_tile = gather_sums(k, g, w, totals, norms)
         for _ in cutlass.range(rounds(c, g.name), unroll=1):
             if row_tile < p.row_tiles:
                 tile = tile0 + done * tile_stride(c, g.name)
                 finish_row_tile(k, p, g, ends, row_tile, tile, left, totals, norms)
-            row_tile = row_tile + c.warps
+            row_tile = row_tile + w.stride
             rotate(totals, 4 * n_group)
             rotate(norms, 2)
         done = done + left
@@ -424,53 +423,4 @@ def add_parts(k: cutlass.Constexpr, p: cutlass.Constexpr, ends: cutlass.Constexp
     while i < own * p.row_tiles:
         tile, row_tile = tile0 + (i // p.row_tiles) * c.team + k.rank, i % p.row_tiles
         add_residual(k, p, ends, row_tile, tile, part_sum(k, p, row_tile, tile))
-        i = i + c.warps
-
-
-# -- embeddings --------------------------------------------------------------------------------
-def row_token(k, p, tokens, row):
-    """Address of a row's embedding (embed.py); rows beyond the step get the last one's. tokens:
-    (address of the first row's token, bytes to the next)."""
-    first, stride = tokens
-    at = first + Int64(cutlass.min(row, p.rows - 1) * stride)
-    return token_address(k, ptx_read("ld.global.b32 {$w0}, [{$r0}];", [Int32], at))
-
-
-@cute.jit
-def embed_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, tokens: cutlass.Constexpr):
-    """x = the tokens' embeddings: copies of 16-byte vectors, (32 columns, 8 rows) a warp at a
-    time over all warps of the grid."""
-    c, x = k.c, p.act + Int64(PromptBuffers.of(k.c).x)
-    chunks = c.shape.hidden // CHUNK
-    i = k.wid * c.ctas + k.bid
-    while i < (p.rows + 7) // 8 * chunks:
-        chunk, block = i % chunks, i // chunks
-        row = block * 8 + (k.lane >> 2)
-        col = chunk * CHUNK + (k.lane & 3) * 4
-        words = sync.ld_constant_words(row_token(k, p, tokens, row) + column_offset(k, col))
-        if row < p.rows:
-            to = x + Int64(chunk * COLUMNS_BYTES + block * 512 + k.lane * 16)
-            sync.ptx_do("st.global.v4.b32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};", to, *words)
-        i = i + c.warps * c.ctas
-
-
-@cute.jit
-def embed_residual(k: cutlass.Constexpr, p: cutlass.Constexpr, tokens: cutlass.Constexpr,
-                   phase: Int32):  # fmt: skip
-    """The same as fp32 for this CTA's own columns; phase: of some `o`, whose tiles they are."""
-    c, residual = k.c, p.act + Int64(PromptBuffers.of(k.c).residual)
-    tile0, n, _, _ = plan_entry(k, phase)
-    i = k.wid
-    while i < n * p.row_tiles:
-        tile, row_tile = tile0 + (i // p.row_tiles) * tile_stride(c, "o"), i % p.row_tiles
-        row = row_tile * ROW_TILE + (k.lane >> 2)
-        at = column_offset(k, tile * TILE + 2 * (k.lane & 3))
-        lo = ptx_read(
-            "ld.global.nc.b32 {$w0}, [{$r0}];", [Uint32], row_token(k, p, tokens, row) + at
-        )
-        hi = ptx_read(
-            "ld.global.nc.b32 {$w0}, [{$r0}];", [Uint32], row_token(k, p, tokens, row + 8) + at
-        )
-        to = residual + Int64((tile * ROW_TILES + row_tile) * 512 + k.lane * 16)
-        store_quad(to, [*unpack_pair(lo), *unpack_pair(hi)])
         i = i + c.warps

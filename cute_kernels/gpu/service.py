@@ -38,7 +38,7 @@ from cute_kernels.gpu.control import (
 )
 from cute_kernels.gpu.core import arg
 from cute_kernels.gpu.descriptor import ask_rows
-from cute_kernels.gpu.service_block import Own, Stage
+from cute_kernels.gpu.service_block import SPLITS, Own, Stage
 from cute_kernels.gpu.step import (
     DECODE,
     DRAFT,
@@ -79,36 +79,50 @@ def take_row_0(s: cutlass.Constexpr, words: cute.Tensor):
     words[2] = sync.select((flags != 0) | (best == float("-inf")), Uint32(1), Uint32(0))
 
 
+def _over_lanes(s, parts):
+    """A word of the split in the lane of its number, 0 in the others."""
+    value = Int64(0)
+    for which, part in parts.items():
+        value = mapped.select(s.lane == which - Own.SPLIT_STEPS, Int64(part), value)
+    return value
+
+
 @cute.jit
-def close_draft(s: cutlass.Constexpr, stamp: Int64, rows: Int32):
-    """Where a DRAFT step's time went. stamp: of lane i Stamp i."""
+def note_split(s: cutlass.Constexpr, flight: Int32, rows: Int32, count: Int32, stamp: Int64):
+    """Where the time of a step with rows went. stamp: of lane i Stamp i."""
+    now, mine = mapped.now(), Int64(0)
     at = [mapped.from_lane(stamp, i) for i in range(len(Stamp))]
-    add(s, Own.SPLIT_COMPACT, at[int(Stamp.COMPACTED)] - at[int(Stamp.GATE)])
-    if rows > 0:
-        add(s, Own.SPLIT_DRAFT, at[int(Stamp.DRAFTED)] - at[int(Stamp.COMPACTED)])
-        add(s, Own.SPLIT_TREE, at[int(Stamp.TREE)] - at[int(Stamp.DRAFTED)])
-        add(s, Own.SPLIT_DRAFTED, 1)
+    gate, compacted, context = at[int(Stamp.GATE)], at[int(Stamp.COMPACTED)], at[int(Stamp.CONTEXT)]
+    drafted, tree, last = at[int(Stamp.DRAFTED)], at[int(Stamp.TREE)], at[int(Stamp.HEAD)]
+    if flight == DRAFT:
+        if rows == 0:  # no more than what the last step left to do
+            drafted, tree = context, context
+        mine = _over_lanes(s, {
+            Own.SPLIT_DRAFTED: Int32(rows > 0), Own.SPLIT_COMPACT: compacted - gate,
+            Own.SPLIT_DRAFT: drafted - compacted, Own.SPLIT_TREE: tree - drafted,
+        })  # fmt: skip
     else:
-        add(s, Own.SPLIT_DRAFT, at[int(Stamp.CONTEXT)] - at[int(Stamp.COMPACTED)])
+        mine = _over_lanes(s, {
+            Own.SPLIT_STEPS: 1, Own.SPLIT_ROWS: rows, Own.SPLIT_TOKENS: count,
+            Own.SPLIT_VERIFY: last - gate, Own.SPLIT_DECIDE: now - last,
+            Own.SPLIT_TOTAL: now - get(s, Own.OPENED),
+        })  # fmt: skip
+        put(s, Own.OPENED, now)
+    if s.lane < SPLITS:
+        word = s.block + 8 * (int(Own.SPLIT_STEPS) + Int64(s.lane))
+        mapped.st_own(word, mapped.ld_own(word) + mine)
+    cute.arch.sync_warp()
 
 
 @cute.jit
 def close_decode(
-    s: cutlass.Constexpr, stamp: Int64, rows: Int32, count: Int32, token: Int32, logprob: Int32,
-    row: Int32,
-):  # fmt: skip
-    """The tokens of a step out, the slot on, and where the step's time went."""
-    now = mapped.now()
-    gate, last = mapped.from_lane(stamp, int(Stamp.GATE)), mapped.from_lane(stamp, int(Stamp.HEAD))
-    add(s, Own.SPLIT_VERIFY, last - gate)
-    add(s, Own.SPLIT_DECIDE, now - last)
-    add(s, Own.SPLIT_TOTAL, now - get(s, Own.OPENED))
-    add(s, Own.SPLIT_STEPS, 1)
-    add(s, Own.SPLIT_ROWS, rows)
-    add(s, Own.SPLIT_TOKENS, count)
-    put(s, Own.OPENED, now)
+    s: cutlass.Constexpr, kv: Int32, count: Int32, token: Int32, logprob: Int32, row: Int32
+):
+    """The tokens of a step out, and the slot on."""
     put(s, Own.STAGE, int(Stage.DECODE))
     add(s, Own.STEPS, 1)
+    add(s, Own.NEW_TOKENS, count)
+    put(s, Own.KV_TOKENS, kv)
     put(s, Own.CONTEXT, count)
     if s.lane < FEW_ROWS:
         mapped.st_own_int(path_at(s), row)
@@ -117,8 +131,6 @@ def close_decode(
         if get(s, Own.LOGPROBS) != 0:
             sync.fence_gpu()  # behind the decisions are the alternatives
         emit_tokens(s, count, token, logprob, row, arg(s.k, Arg.ALTERNATIVES))
-    add(s, Own.NEW_TOKENS, count)
-    add(s, Own.KV_TOKENS, count)
 
 
 # -- between steps -----------------------------------------------------------------------------
@@ -201,12 +213,8 @@ def turn(s: cutlass.Constexpr, words: cute.Tensor, tree: cute.Tensor):
             upto = get(s, Own.COPIED) + 1
         copy_prompt(s, upto)
     # all that the decision needs is read before the results are there
-    kv, drafted, new = (
-        get_int(s, Own.KV_TOKENS),
-        get_int(s, Own.DRAFTED),
-        get_int(s, Own.NEW_TOKENS),
-    )
-    tag, decides = get_int(s, Own.TAG), get_int(s, Own.DECIDES)
+    kv, drafted = get_int(s, Own.KV_TOKENS), get_int(s, Own.DRAFTED)
+    tag, decides, new = get_int(s, Own.TAG), get_int(s, Own.DECIDES), get_int(s, Own.NEW_TOKENS)
     left, token, context, row = get_int(s, Own.MAX_NEW) - new, Int32(0), Int32(0), Int32(0)
     if flight == 0:
         token = get_int(s, Own.NEWEST)
@@ -263,10 +271,10 @@ def turn(s: cutlass.Constexpr, words: cute.Tensor, tree: cute.Tensor):
         add(s, Own.STEP, 1)
         if flight == PROMPT:
             put(s, Own.KV_TOKENS, kv + rows)
-        elif flight == DRAFT:
-            close_draft(s, stamp, rows)
         elif flight != LEAVE:
-            close_decode(s, stamp, rows, count, my_token, my_logprob, row)
+            note_split(s, flight, rows, count, stamp)
+            if flight != DRAFT:
+                close_decode(s, kv, count, my_token, my_logprob, row)
         if kind == 0:
             put(s, Own.FLIGHT, 0)
             put(s, Own.IDLE_SINCE, mapped.now())

@@ -265,6 +265,19 @@ def least(a, b):
     return ptx_read("min.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
 
 
+def warp_max(v):
+    """The maximum of the warp's fp32 values, of which none is NaN, in all lanes. Order of signed
+    integers is theirs where those of negative ones are turned round."""
+    most = ptx_read(
+        "{ .reg .b32 s; shr.s32 s, {$r0}, 31; and.b32 s, s, 0x7fffffff; xor.b32 s, s, {$r0};"
+        " redux.sync.max.s32 {$w0}, s, 0xffffffff;"
+        " shr.s32 s, {$w0}, 31; and.b32 s, s, 0x7fffffff; xor.b32 {$w0}, s, {$w0}; }",
+        [Int32],
+        as_int(v),
+    )
+    return as_float(most)
+
+
 def largest(words):
     """EMPTY if any of the words is."""
     worst = words[0]
@@ -522,6 +535,12 @@ def lowest_bit(word):
 def pair_sync(pair):
     """The two warps of a query head. pair: warp-uniform."""
     cute.arch.barrier(barrier_id=int(Barrier.PAIRS) + pair, number_of_threads=64)
+
+
+def group_sync(group, threads):
+    """Some consumer warps, as many as there are groups for: they share the barriers of the pairs.
+    group, threads: warp-uniform."""
+    ptx_do("bar.sync {$r0}, {$r1};", group + int(Barrier.PAIRS), threads)
 
 
 def consumer_sync(threads):

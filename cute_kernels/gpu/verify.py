@@ -21,9 +21,9 @@ from cute_kernels.gpu.attention_blocks import NEG_INF, filled
 from cute_kernels.gpu.attention_plan import TAIL_GROUPS, halves, stages_per_block, tail_slots
 from cute_kernels.gpu.attention_stream import Places, row_position
 from cute_kernels.gpu.attention_tail import wait_for_tail
-from cute_kernels.gpu.board import MAX_ROWS, ROW_WORDS, WORD, RowWord
+from cute_kernels.gpu.board import MAX_ROWS, ROW_WORDS, WORD, RowWord, Stamp
 from cute_kernels.gpu.config import KV_COPY, TILE
-from cute_kernels.gpu.core import arg
+from cute_kernels.gpu.core import arg, note_time
 from cute_kernels.gpu.gemm import plan_entry
 from cute_kernels.gpu.keys import block_at, page_of
 from cute_kernels.gpu.prompt_attention import keys_barrier, keys_written, load_head
@@ -189,11 +189,10 @@ def tail_task(
     if k.wid >= c.warps - TAIL_GROUPS:
         wait_for_tail(k, s.blocks, stage, parity)
     sync.consumer_sync(c.warps * 32)
-    u = cute.make_rmem_tensor(cute.make_layout(c.splits * c.shape.head_dim // 64 + 2), Uint32)
     parts, out = parts_at(k, p, row_tile), p.act + Int64(PromptBuffers.of(c).a + row_tile * 1024)
     row, slot, seen = share, Int32(0), Uint32(0)
     while row < rows:
-        seen = seen | attention.merge_row(k, t, u, row, slot, parts, out, stage, s.first, s.main)
+        seen = seen | attention.merge_row(k, t, row, slot, parts, out, stage, s.first, s.main)
         if cutlass.const_expr(tail_slots(c) == 1):
             sync.consumer_sync(c.warps * 32)
         row, slot = row + shares, slot + 1
@@ -289,6 +288,7 @@ def publish_rows(k: cutlass.Constexpr, p: cutlass.Constexpr, phase: Int32):
     """Consumer warps, behind the head: this CTA's results of every row."""
     tile0, n, _, _ = plan_entry(k, phase)
     sync.consumer_sync(k.c.warps * 32)  # the logits of all warps are there
+    note_time(k, Stamp.HEAD)
     for row_tile in cutlass.range(p.row_tiles, unroll=1):
         stats = head.new_stats()
         note_row_tile(k, p, tile0, n, row_tile, stats)

@@ -59,12 +59,12 @@ class Triton:
 
     def __init__(
         self, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device,
-        window: int | None = None, splits: int = 0, block: int = 64,
+        window: int | None = None, splits: int = 0, scalar: bool = False,
     ) -> None:  # fmt: skip
         from experiments.baselines.split_kv import SplitKv
 
         self._kernel = SplitKv(
-            rows, heads, kv_heads, head_dim, device, splits=splits, block=block, window=window
+            rows, heads, kv_heads, head_dim, device, splits=splits, window=window, scalar=scalar
         )
         self._length = self._tree = torch.zeros(0)
 
@@ -82,11 +82,11 @@ Attention = Sdpa | Triton
 
 def make_attention(
     kind: str, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device,
-    window: int | None = None, splits: int = 0,
+    window: int | None = None, splits: int = 0, scalar: bool = False,
 ) -> Attention:  # fmt: skip
     """kind: `sdpa` or `triton`. ValueError for another."""
     if kind == "sdpa":
         return Sdpa(rows, heads, kv_heads, window)
     if kind == "triton":
-        return Triton(rows, heads, kv_heads, head_dim, device, window, splits)
+        return Triton(rows, heads, kv_heads, head_dim, device, window, splits, scalar)
     raise ValueError(f"attention {kind!r} is not known; known: sdpa, triton")

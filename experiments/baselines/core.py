@@ -32,8 +32,8 @@ CHUNK = 1024
 class Setup:
     """What all rivals of a comparison share. rows: N = tree nodes + 1; 1: no drafter.
 
-    forced: accept exactly so many drafted tokens, where the tree is as deep: for times that do not
-    depend on the text.
+    splits, scalar: of the verify attention in Triton, see split_kv.py. forced: accept exactly so
+    many drafted tokens, where the tree is as deep: for times that do not depend on the text.
     """
 
     weights: Weights
@@ -44,6 +44,7 @@ class Setup:
     fused: bool = False
     chain: bool = False
     splits: int = 0
+    scalar: bool = False
     forced: int | None = None
     device: str = "cpu"
     dtype: torch.dtype | None = None
@@ -78,7 +79,7 @@ class Core:
         self.taps: Sequence[int] = drafter.config.taps if drafter else ()
         self.attend = make_attention(
             setup.attention, self.rows, c.heads, c.kv_heads, c.head_dim, device,
-            splits=setup.splits,
+            splits=setup.splits, scalar=setup.scalar,
         )  # fmt: skip
         self.draft_attends: dict[int | None, Attention] = {}
         if drafter:

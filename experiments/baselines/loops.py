@@ -59,12 +59,15 @@ class Baseline:
     captured = True
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.core = setup, Core(setup)
+        self.setup, self.core = setup, self.open_core(setup)
         self.length = 0
         self.clock = Clock()
         self.dynamic = setup.attention == "sdpa"
         capture = self.captured and self.core.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if capture else None
+
+    def open_core(self, setup: Setup) -> Core:
+        return Core(setup)
 
     def graph(self, *parts: str) -> Captured:
         """The named parts of the core, one after another, as one graph."""
@@ -302,10 +305,14 @@ class WholeStep(Baseline):
         super().begin(length)
         self._sent = self._read = 0
 
+    def graph_key(self, bound: int) -> int:
+        """Which graph a step of a context of at most `bound` positions takes."""
+        return self.core.keys(bound) if self.dynamic else 0
+
     def _send(self) -> None:
         # With replays in flight the length is known as a bound only.
         bound = self.length + (self._sent - self._read) * self.core.most
-        self._all(self.core.keys(bound) if self.dynamic else 0)
+        self._all(self.graph_key(bound))
         place = self._sent % self.ahead
         self._outs[place].copy_(self.core.out, non_blocking=True)
         if self._events:

@@ -25,25 +25,28 @@ from tests.gpu.model import Context, Model
 
 
 class PdlStep:
-    """The verify step of `model` behind a context; `weights` and `context` as the GPU tests have
-    them. dependent=False: plain edges, for comparison."""
+    """The verify step of a model of `pdl_plan.MODELS`.
+
+    held: its weights and tables by the names of Arg, packed for `attention_config`; ROPE among them
+    (its PLAN is made here). embed: bf16 [vocab, hidden]. pool, pages: keys and values, a page table
+    entry for every position of a step. dependent=False: plain edges, for comparison.
+    """
 
     def __init__(
-        self, folder: Path, name: str, weights: Model, context: Context, dependent: bool = True
-    ) -> None:
+        self, folder: Path, name: str, held: dict[str, torch.Tensor], embed: torch.Tensor,
+        pool: torch.Tensor, pages: torch.Tensor, dependent: bool = True,
+    ) -> None:  # fmt: skip
         self.c, self.phase = attention_config(name), phase_config(name)
         self.kernels = {
             part: Kernel.read(folder / f"pdl-{name}-{part}") for part in (*KINDS, "attention")
         }
-        self.dependent, self.weights = dependent, weights
+        self.dependent, self.embed = dependent, embed
         s, self.b = self.c.shape, Buffers.of(self.c)
-        self.layers = s.layers
-        self.held = weights.packed(self.c)
-        # Tiles lie as they do for attention's kernel; how many copies they come in is the ring's.
-        plan = torch.from_numpy(make_plan(self.phase, s.layers)).cuda()
+        self.layers, self.rows = s.layers, ROWS
         # Two sets of buffers: while one is used, the words of the other are cleared beside it.
         size = self.layers * self.b.bytes
-        self.sets = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        self.sets = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        self.clear()
         self.x0 = torch.zeros(ROWS * s.hidden, dtype=torch.bfloat16, device="cuda")
         self.residual = torch.zeros(ROWS * s.hidden, device="cuda")
         self.logits = torch.zeros(ROWS, self.c.logit_stride, device="cuda")
@@ -51,16 +54,29 @@ class PdlStep:
         self.board = torch.from_numpy(make_board()).cuda()
         self.choose = Choose(ROWS, s.vocab)
         self.stream, self.side = torch.cuda.Stream(), torch.cuda.Stream()
+        # Tiles lie as they do for attention's kernel; how many copies they come in is the ring's.
+        plan = torch.from_numpy(make_plan(self.phase, s.layers)).cuda()
+        own = {"PLAN": plan, "BOARD": self.board, "KV_POOL": pool, "PAGE_TABLE": pages}
+        self.held = held | own
         values = np.zeros(COUNT, np.int64)
         values[Arg.LAYERS] = s.layers
-        self.parts = self.held | {
-            "PLAN": plan, "BOARD": self.board, "KV_POOL": context.pool,
-            "PAGE_TABLE": context.pages, "ROPE": context.rope,
-        }  # fmt: skip
-        for key, tensor in self.parts.items():
+        for key, tensor in self.held.items():
             values[Arg[key]] = tensor.data_ptr()
         self.table = torch.from_numpy(values).cuda()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @classmethod
+    def of_test(
+        cls, folder: Path, name: str, weights: Model, context: Context, dependent: bool = True
+    ) -> PdlStep:
+        """Of a model and a context as the GPU tests have them."""
+        held = weights.packed(attention_config(name)) | {"ROPE": context.rope}
+        return cls(folder, name, held, weights.embed, context.pool, context.pages, dependent)
+
+    def clear(self) -> None:
+        """All words EMPTY, in both sets: before a first step with set 0."""
+        for words in self.sets:
+            words.fill_(255)
 
     def begin(self, step: np.ndarray, tokens: list[int]) -> None:
         """The rows: a descriptor of script.decode_step, and its tokens, 16 or fewer."""
@@ -76,7 +92,7 @@ class PdlStep:
         self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
             self.sets[1 - which].view(self.layers, b.bytes)[:, b.a :].fill_(255)
-        embed_rows(self.tokens, self.weights.embed, self.x0, self.residual)
+        embed_rows(self.tokens, self.embed, self.x0, self.residual)
         stream, x = main.cuda_stream, self.x0.data_ptr()
         edge = dict(cooperative=False, dependent=self.dependent)
 

@@ -26,9 +26,13 @@ def _rows_of(table, keys, seen, PAGE: tl.constexpr):
 
 @triton.jit
 def _block(q, k, v, table, tree, keys, end, n, row, most, total, acc, scale, WINDOW: tl.constexpr,
-           N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TREE: tl.constexpr):  # fmt: skip
-    """One block of keys: new maximum, sum and output."""
+           one, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SCALAR: tl.constexpr,
+           TREE: tl.constexpr):  # fmt: skip
+    """One block of keys: new maximum, sum and output. SCALAR: a stride that the compiler does not
+    know to be 1, so that it loads value by value."""
     d = tl.arange(0, D)
+    if SCALAR:
+        d = d * one
     inside = keys < end
     at = _rows_of(table, keys, inside, PAGE)
     tile = at[:, None] * D + d[None, :]
@@ -54,11 +58,11 @@ def _block(q, k, v, table, tree, keys, end, n, row, most, total, acc, scale, WIN
 MASKED_C = tl.constexpr(MASKED)
 
 
-@triton.jit
-def _split(q, k, v, table, tree, length, part, stats, q_row, head_stride, scale, splits,
+@triton.jit(do_not_specialize=["one"])
+def _split(q, k, v, table, tree, length, part, stats, q_row, head_stride, scale, splits, one,
            N: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
            M: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-           PAGE: tl.constexpr):  # fmt: skip
+           PAGE: tl.constexpr, SCALAR: tl.constexpr):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     n = tl.load(length)
     total_keys = n + N
@@ -81,10 +85,12 @@ def _split(q, k, v, table, tree, length, part, stats, q_row, head_stride, scale,
     context_end = tl.minimum(end, n)
     for j in range(start, context_end, BLOCK):
         most, total, acc = _block(qq, k, v, table, tree, j + offsets, context_end, n, row, most,
-                                  total, acc, scale, WINDOW, N, D, PAGE, False)  # fmt: skip
+                                  total, acc, scale, WINDOW, one, N, D, PAGE, SCALAR,
+                                  False)  # fmt: skip
     for j in range(tl.maximum(start, n), end, BLOCK):
         most, total, acc = _block(qq, k, v, table, tree, j + offsets, end, n, row, most,
-                                  total, acc, scale, WINDOW, N, D, PAGE, True)  # fmt: skip
+                                  total, acc, scale, WINDOW, one, N, D, PAGE, SCALAR,
+                                  True)  # fmt: skip
     if start < end:
         at = head * splits + split
         tl.store(part + (at * M + m)[:, None] * D + d[None, :], acc)
@@ -125,12 +131,13 @@ class SplitKv:
     def __init__(
         self, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device,
         splits: int = 0, block: int = 64, window: int | None = None, page: int = 0, sms: int = 132,
+        scalar: bool = False,
     ) -> None:  # fmt: skip
         self.rows, self.heads, self.kv_heads, self.d = rows, heads, kv_heads, head_dim
         self.group = heads // kv_heads
         self.m = max(16, triton.next_power_of_2(rows * self.group))
         self.splits = splits or max(1, sms // kv_heads)
-        self.block, self.window, self.page = block, window or 0, page
+        self.block, self.window, self.page, self.scalar = block, window or 0, page, scalar
         shape = (kv_heads, self.splits, self.m)
         self.part = torch.zeros(*shape, head_dim, device=device)
         self.stats = torch.zeros(kv_heads, self.splits, 2, self.m, device=device)
@@ -153,7 +160,8 @@ class SplitKv:
         scale = self.d**-0.5 * 1.4426950408889634
         _split[(self.kv_heads, self.splits)](
             q, keys, values, table, tree, length, self.part, self.stats, q.stride(0),
-            keys.stride(0), scale, self.splits, PAGE=self.page, num_warps=4 if self.m < 128 else 8,
+            keys.stride(0), scale, self.splits, 1, PAGE=self.page, SCALAR=self.scalar,
+            num_warps=4 if self.m < 128 else 8,
             **shape,
         )  # fmt: skip
         _merge[(self.rows, self.heads)](

@@ -91,6 +91,7 @@ def on_lanes(monkeypatch, memory, *modules):
     )
     sync = SimpleNamespace(
         choose=choose,
+        warp_max=lambda v: full(v.max()),
         maximum=lambda values: np.maximum.reduce(values),
         select=lambda condition, a, b: np.where(condition, a, b).astype(np.uint32),
         as_float=lambda v: v.view(np.float32),

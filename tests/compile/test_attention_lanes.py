@@ -88,8 +88,9 @@ def test_splits_and_tail_merge(monkeypatch, d, heads, splits):
     tops, dens = rng.standard_normal(splits), rng.random(splits) + 1
     tops[1] = -np.inf  # a split without blocks
     sums[1], dens[1] = 0, 0
-    # word d/8 t + n of a split's sums holds dimensions 8 n + 2 t and the next
-    t, n = np.divmod(np.arange(d // 2), d // 8)
+    # word w of vector v of a split's sums holds dimensions 8 n + 2 t and the next
+    vector, w = np.divmod(np.arange(d // 2), 4)
+    t, n = vector % 4, vector // 4 * 4 + w
     words = lanes.pack(sums[:, 8 * n + 2 * t], sums[:, 8 * n + 2 * t + 1])
     count = splits * lane_count // 32
     u = []

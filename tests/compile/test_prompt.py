@@ -12,9 +12,12 @@ from cute_kernels.gpu.prompt_plan import (
     MAX_ROWS,
     ROW_TILE,
     PromptBuffers,
+    chunks_ahead,
     chunks_of,
     from_row_quads,
     group_tiles,
+    k_parts,
+    left_bytes,
     most_tiles,
     slice_count,
     slice_warps,
@@ -58,6 +61,22 @@ def test_groups_fit_the_ring(name):
         assert slice_bytes <= c.stage_bytes
         assert slice_bytes * slice_count(c, kind) == c.gemm(kind).unit_bytes
         assert c.gemm(kind).slab // CHUNK // c.warps <= 32  # pieces of a slice: a lane each
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_shared_sums_have_room(name):
+    c = PRESETS[name]
+    room = c.smem_plan()["partial sums"]
+    for kind in ("qkv", "o", "gu", "down", "lm"):
+        one, *more = k_parts(c, kind)
+        assert one == 1 and c.group_heads * 2 <= c.warps
+        chunks = slice_warps(c, kind) * (c.gemm(kind).slab // CHUNK // c.warps)
+        assert 1 <= chunks_ahead(c, kind) <= chunks
+        for parts in more:
+            tiles, own = c.warps // parts, c.warps // parts
+            assert c.warps % parts == 0 and tiles < 8  # a named barrier each
+            last = (tiles - 1) * (c.warps - own) + (c.warps - 1 - own)
+            assert (last + 1) * left_bytes(c, kind) <= room
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -18,7 +18,6 @@ import traceback
 import numpy as np
 import torch
 
-from cute_kernels.gpu.board import Board, Stamp
 from cute_kernels.gpu.load import Kernel
 from cute_kernels.gpu.script import decode_step, prompt_step, rows_step
 from cute_kernels.gpu.tree_rows import row_path
@@ -159,8 +158,8 @@ def check_context(kernel, name: str, rows: int, position: int) -> str:
 
 
 def times(kernel, c, n: int) -> str:
-    """Medians over steps of one launch: microseconds from the descriptor to the decision of row 0,
-    and of that since the head's last sums; and of chunks of a prompt at 1,024."""
+    """Medians over steps of one launch: microseconds from the descriptor to the decision of row 0;
+    and of chunks of a prompt at 1,024."""
     model = Model(c.shape, seed=11)
     packed, rng = model.packed(c), random.Random(1)
     ctx = Context(c.shape, n, 512, seed=2)
@@ -175,9 +174,7 @@ def times(kernel, c, n: int) -> str:
             step = decode_step(tokens, n, c.shape.layers, parents=parents, decide=True)
         ns = rig.run([step] * 12)["ns"][:, :rows]
         whole = np.median(ns[1:, 0] - ns[:-1, -1]) / 1000
-        at = rig.board[Board.STAMP : Board.STAMP + 32].cpu().numpy().view(np.int64)
-        decide = (at[Stamp.DECIDED] - at[Stamp.HEAD]) / 1000
-        out.append(f"{rows} rows {whole:.0f} ({decide:.0f})")
+        out.append(f"{rows} rows {whole:.0f}")
     for rows in (32, 256):  # a chunk between two steps of one row
         chunk = [prompt_step(rows, 1024, c.shape.layers), decode_step([1], n, c.shape.layers)]
         ns = rig.run([chunk[1], *[*chunk] * 8, chunk[1]])["ns"][:, 0]

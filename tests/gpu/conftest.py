@@ -25,6 +25,14 @@ def load():
     return read
 
 
+@pytest.fixture(scope="session")
+def echo(load):
+    """The echo kernel on the GPU, for a rig."""
+    from tests.gpu.echo_rig import OnGpu
+
+    return OnGpu(load("echo"))
+
+
 def pytest_terminal_summary(terminalreporter):
     """What the tests have measured, last."""
     from tests.gpu import table

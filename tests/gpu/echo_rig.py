@@ -28,16 +28,39 @@ CTAS = 132
 LAYERS = 2
 OPERATIONS = [*(f"phase {i}" for i in range(4 * LAYERS)), "head"]
 CTX = 16_384
-CUDA = "cuda"
+
+
+class OnGpu:
+    """The echo kernel where a rig finds a GPU; tests.emulator has another such place."""
+
+    ctas, place = CTAS, "cuda"
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def memory(self):
+        return PinnedMemory(driver())
+
+    def device(self, args, **how):
+        return CudaDevice(self.kernel, args, empty=[], **how)
+
+    def wait(self):
+        torch.cuda.synchronize()
+
+
+def merged(ctas):
+    """Log-probability of a token that the service warp merges; LOGPROB: of one that CTAs decide."""
+    return float(-np.log(SUM * (2 + (ctas - 2) * np.exp(-1.0))))
 
 
 class Answer:
     """A sink that keeps everything. `ids` and `logprobs` are the tokens', `others` their
-    alternatives, `accepted` the tokens of each step."""
+    alternatives, `accepted` the tokens of each step. `merged`: see there."""
 
     request_id = -1
 
-    def __init__(self, alternatives=0):
+    def __init__(self, alternatives=0, ctas=CTAS):
+        self.merged = merged(ctas)
         self.pairs, self.stamps, self.accepted, self.each = [], [], {}, alternatives + 1
         self.reason = self.details = self.error = None
         self.ended = threading.Event()
@@ -77,14 +100,14 @@ class Rig:
     """The echo kernel behind a link."""
 
     def __init__(
-        self, kernel, *, ctx=CTX, max_inflight=64, completion_entries=256, request_entries=64,
+        self, on, *, ctx=CTX, max_inflight=64, completion_entries=256, request_entries=64,
         park_after_s=-1.0, first=0, first_tag=0, deadline_s=4.0, pool_bytes=None, draft=None,
     ):  # fmt: skip
-        """draft: the drafter's constants, see `drafting`; None: there is none."""
-        cuda, draft = torch.device(CUDA), draft or {}
-        self.pinned = PinnedMemory(driver())
+        """on: an OnGpu. draft: the drafter's constants, see `drafting`; None: there is none."""
+        cuda, draft = torch.device(on.place), draft or {}
+        self.on, self.pinned = on, on.memory()
         self.wire: Wire = make_wire(
-            slots=1, workers=CTAS, ctx=ctx, max_inflight=max_inflight,
+            slots=1, workers=on.ctas, ctx=ctx, max_inflight=max_inflight,
             request_entries=request_entries, completion_entries=completion_entries,
             pool_bytes=pool_bytes, first_sequence=first, allocate=self.pinned,
             tokens_per_step=1 + draft.get(Own.DRAFTED, 0),
@@ -97,7 +120,7 @@ class Rig:
         block = make_block(constants | draft, first_sequence=first)
         self.block = torch.from_numpy(block).to(cuda)
         self.board = torch.from_numpy(make_board(first_tag, first_tag)).to(cuda)
-        size = CTAS * state_words(ctx) + 1  # the CTAs' memory, then the plant
+        size = on.ctas * state_words(ctx) + 1  # the CTAs' memory, then the plant
         self.own = torch.zeros(size, dtype=torch.int32, device=cuda)
         self.script = torch.zeros(ctx + 32, SCRIPT_WORDS, dtype=torch.int32, device=cuda)
         sizes = dict(
@@ -116,9 +139,9 @@ class Rig:
         for name, area in self.areas.items():
             table[Arg[name]] = area.data_ptr()
         self.table = torch.from_numpy(table).to(cuda)
-        torch.cuda.synchronize()
-        self.device = CudaDevice(
-            kernel, self.table.data_ptr(), empty=[], workers=CTAS, control=self.wire.control,
+        on.wait()
+        self.device = on.device(
+            self.table.data_ptr(), workers=on.ctas, control=self.wire.control,
             operations=OPERATIONS, keep=self.pinned.keep,
         )  # fmt: skip
         self.link = Link(self.wire, self.device, first_sequence=first, deadline_s=deadline_s)
@@ -127,7 +150,7 @@ class Rig:
         """Make a CTA hang in its next step, or in its next one of that Segment."""
         with self.link.parked():
             self.own[-1] = 1 + cta + (kind << 16)
-            torch.cuda.synchronize()
+            self.on.wait()
 
     def play(self, said):
         """What the drafter says from now on: {position: (candidates, which of them goes on)}."""
@@ -138,7 +161,7 @@ class Rig:
             script[position, 2 : 2 + len(tokens)] = tokens
         with self.link.parked():
             self.script.copy_(torch.from_numpy(script))
-            torch.cuda.synchronize()
+            self.on.wait()
 
     def splits(self):
         """The split of steps' time, by the words' names."""
@@ -156,7 +179,7 @@ class Rig:
         if bias:
             params["bias_count"] = len(bias)
             pairs = np.array([*bias], np.int32), np.array([*bias.values()], np.float32)
-        answer = Answer(values.get("logprobs", 0))
+        answer = Answer(values.get("logprobs", 0), self.on.ctas)
         ids = np.asarray(prompt, np.int32)
         self.link.submit(ids, new, params[0], answer, bias=pairs, timeout_s=timeout_s)
         return answer
@@ -210,10 +233,6 @@ def calm(length, new, ctx=CTX):
     """A prompt behind which `new` tokens come without a bad logit."""
     seeds = (prompt(length, seed) for seed in range(100))
     return next(p for p in seeds if expect(p, new, ctx=ctx)[1] == FinishReason.LENGTH)
-
-
-MERGED = float(-np.log(SUM * (2 + (CTAS - 2) * np.exp(-1.0))))
-"""Log-probability of a token that the service warp merges; LOGPROB: of one that CTAs decide."""
 
 
 def prompt(length, seed=0):
