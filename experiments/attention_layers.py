@@ -1,4 +1,4 @@
-"""What attention costs:  python -m experiments.attention_layers DIR RESULT.json
+"""What attention costs:  python -m experiments.attention_layers DIR RESULT.json [model ...]
 
 us per layer of one slot, a layer waiting for the words of the one before it, from two launches of
 different length (so that launch and first-step costs cancel), median of 9. One hand-off to the next
@@ -85,11 +85,11 @@ def where(kernel: Kernel, name: str, context: int, rows: int) -> dict[str, list[
     return {n: [round(v, 2) for v in both] for n, both in zip(STAMPS, us.T.tolist(), strict=True)}
 
 
-def main(folder: pathlib.Path, target: pathlib.Path) -> None:
+def main(folder: pathlib.Path, target: pathlib.Path, models: list[str]) -> None:
     results: dict = {"provenance": provenance(), "layers": {}, "stamps": {}}
     torch.zeros(1, device="cuda")  # the context that kernels are loaded into
     heading = True
-    for model in FIGURES:
+    for model in models:
         names = [f"draft-{model}", f"attention-{model}"]
         names += [f"attention-{model}-{f}" for f in FLIGHTS]
         kernels = {n: Kernel.read(folder / n) for n in names}
@@ -102,7 +102,7 @@ def main(folder: pathlib.Path, target: pathlib.Path) -> None:
                 label = f"{model}, context {context}, rows {rows}"
                 results["layers"][label] = figures
                 print(f"{label:36s}", *(f"{v:12}" for v in figures.values()), flush=True)
-    for name in TIMED:
+    for name in [f"attention-{model}-t" for model in models]:
         for context, rows in ((16, 1), (1024, 1), (1024, 16)):
             spans = where(Kernel.read(folder / name), name, context, rows)
             results["stamps"][f"{name}, context {context}, rows {rows}"] = spans
@@ -111,4 +111,4 @@ def main(folder: pathlib.Path, target: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
+    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3:] or list(FIGURES))

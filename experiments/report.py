@@ -161,6 +161,38 @@ def gpu_steps() -> list[str]:
     return lines
 
 
+def gpu_speculation() -> list[str]:
+    """A speculative step of the persistent kernel, by part, and what it gives."""
+    result = read("gpu_speculation")
+    if result is None:
+        return []
+    lines = [
+        f"**A speculative step of the persistent kernel**, us, {result['gpu']} ({_where(result)}; "
+        "`python -m experiments.gpu_speculation`). N: rows, 1 is plain decoding. Candidates are "
+        f"**{result['acceptance']}**, whatever the drafter; the shipped drafter's own where it "
+        "says so, on 32 chats of 128 tokens. All give plain decoding's bits.",
+        "",
+        "| model, context | N | draft | tree | verify | decide | compact | step | tau | tok/s | "
+        "times plain |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    tables = [
+        (f"{name}, {context}", table)
+        for name, model in result["models"].items()
+        for context, table in model["contexts"].items()
+    ]
+    if chats := result.get("chats_with_the_shipped_drafter"):
+        tables.append(("smollm2-135m, chats, shipped drafter", chats))
+    for title, table in tables:
+        for rows, r in table.items():
+            parts = " | ".join(f"{us:.1f}" for us in r["us"].values())
+            lines.append(
+                f"| {title} | {rows} | {parts} | {r['step_us']:.0f} | {r['tau']:.2f} | "
+                f"{r['tok_s']:.0f} | {r['speedup']:.2f} |"
+            )
+    return lines
+
+
 def gpu_attention() -> list[str]:
     """A layer's attention alone, and what its canonical order costs."""
     result = read("attention_layers")
@@ -360,6 +392,7 @@ def figures() -> str:
         speculation,
         drafter,
         gpu_steps,
+        gpu_speculation,
         gpu_attention,
         gpu_truth,
         handoffs,

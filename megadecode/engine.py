@@ -88,7 +88,7 @@ class Engine(AbstractContextManager["Engine"]):
             changes what is generated, only how fast.
         budget: nodes to verify per slot and step, the root not counted: 0 to 255 (127 on a GPU),
             or `auto`: on the CPU chosen step by step from measured times and acceptance, on a GPU
-            15.
+            a number that was measured to be good, 7 or 15.
         shape: `tree`, or `chain` (the budget is then its length).
         weights: `fp32` or `bf16`, the precision the weights are kept in; None: the device's choice,
             fp32 on the CPU.

@@ -274,8 +274,8 @@ def emit_terminal(s: cutlass.Constexpr, request_id, reason, new_tokens, steps, p
 # -- reports -----------------------------------------------------------------------------------
 @cute.jit
 def heartbeat(s: cutlass.Constexpr, activity: Int32, rows: Int32):
-    """Show the host that the loop turns, what it does, what is free, and where steps spend their
-    time."""
+    """Show the host that the loop turns, what it does, what is free, and, now and then while steps
+    run, where they spend their time."""
     if s.lane == 0:
         is_free = Int64(0)
         if get(s, Own.STAGE) == int(Stage.FREE):
@@ -285,7 +285,7 @@ def heartbeat(s: cutlass.Constexpr, activity: Int32, rows: Int32):
         _show(s, Word.ROWS, Int64(rows), Word.FREE_PAGES, is_free * get(s, Own.PAGES))
         _show(s, Word.ACTIVITY, Int64(activity), Word.PAUSES, get(s, Own.PAUSED))
         _show(s, Word.HEARTBEAT, host_time(s), Word.STEP, get(s, Own.STEP))
-    if s.lane < SPLITS:
+    if (s.lane < SPLITS) & ((rows == 0) | (get_int(s, Own.STEP) & 15 == 0)):
         split = mapped.ld_own(s.block + 8 * (int(Own.SPLIT_STEPS) + Int64(s.lane)))
         mapped.st_word(s.control + 8 * (int(Word.SPLIT_STEPS) + Int64(s.lane)), split)
     cute.arch.sync_warp()

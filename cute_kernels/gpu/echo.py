@@ -7,8 +7,9 @@ follows. Logits tie on purpose, and a digest of BAD is a NaN. The drafter says w
 position tells it: at each depth some candidates, all of them children of the one that the depth
 before goes on with. What was not told to the drafter (CONTEXT) spoils the digest.
 
-Arguments: the kernel's table. SPARE holds per CTA `echo_rules.state_words` words, then PLANT: 1 +
-the CTA that is to hang, 0 for none, and from bit 16 on the Segment that it hangs in, 0 for any.
+Arguments: the kernel's table. SPARE holds per CTA `echo_rules.state_words` words, then DELAY: ns
+that a DECODE step takes, and PLANT: 1 + the CTA that is to hang, 0 for none, and from bit 16 on
+the Segment that it hangs in, 0 for any.
 SPARE_TOO is the context's length, DRAFT_SCRIPT what the drafter says: int32 [positions,
 SCRIPT_WORDS].
 """
@@ -277,7 +278,7 @@ def _run_model(k: cutlass.Constexpr, own: Int64, plant: Int64):
         while sync.ld_acquire(k.board + desc_at(int(Desc.TAG))) != tag:
             sync.nap(200)
         words = [w for i in range(0, 20, 4) for w in sync.ld_words(k.board + desc_at(i))]
-        planted = Int32(sync.ld_word(plant))
+        delay, planted = [Int32(w) for w in sync.ld_pair_words(plant)]
         kind, rows, position, token, decides, context = [
             Int32(words[int(field)])
             for field in (
@@ -295,6 +296,10 @@ def _run_model(k: cutlass.Constexpr, own: Int64, plant: Int64):
         if (kind == int(Segment.DECODE)) | (kind == int(Segment.ROWS)):
             if position == 0:
                 base, seen = Int32(0), Int32(0)
+            if delay > 0:
+                since = mapped.now()
+                while mapped.now() - since < delay:
+                    sync.nap(100)
             _stamp_first(k, Stamp.HEAD)
             sync.st_word(phase_at, Uint32(0))
             h, base = _verify(k, own, kind, position, rows, token, decides, h, base)

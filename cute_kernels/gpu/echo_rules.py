@@ -17,5 +17,5 @@ def digest(h: int, token: int, position: int) -> int:
 
 
 def state_words(ctx: int) -> int:
-    """int32 words of a CTA's memory, for a context of `ctx` positions."""
+    """int32 words of a CTA's memory, for a context of `ctx` positions; a multiple of 2 if it is."""
     return ROW_STATE + ctx + 256 + 4

@@ -25,7 +25,6 @@ must be set to EMPTY before the next.
 """
 
 import importlib
-import importlib.util
 
 import cutlass
 import cutlass.cute as cute
@@ -120,10 +119,9 @@ def run_consumers(k: cutlass.Constexpr, parts: cutlass.Constexpr):
             if cutlass.const_expr(parts.prompt is not None):
                 if drafts == False:  # noqa: E712 - a run-time value
                     stage, parity = call(parts.prompt, "run_prompt", k, kind, stage, parity)
-        if cutlass.const_expr(parts.decide is not None):
-            # DECODE, ROWS; a LEAVE step has the word of the step before it
-            if (desc_word(k, Desc.DECIDE) != 0) & (kind != int(Segment.LEAVE)):
-                call(parts.decide, "decide_rows", k)
+        # DECODE, ROWS; a LEAVE step has the word of the step before it
+        if (desc_word(k, Desc.DECIDE) != 0) & (kind != int(Segment.LEAVE)):
+            call(parts.decide, "decide_rows", k)
         note_phase(k, Int32(0))
         if (has_results == False) & (kind != int(Segment.ROWS)):  # noqa: E712
             sync.consumer_sync(k.c.warps * 32)
@@ -135,8 +133,7 @@ def run_consumers(k: cutlass.Constexpr, parts: cutlass.Constexpr):
 def prepare_draft(k: cutlass.Constexpr, parts: cutlass.Constexpr, stage: Int32, parity: Int32,
                   which: Int32):  # fmt: skip
     """What comes before the block: accepted rows to their places, the drafter's context."""
-    if cutlass.const_expr(parts.compact is not None):
-        call(parts.compact, "compact", k)
+    call(parts.compact, "compact", k)
     note_time(k, Int32(int(Stamp.COMPACTED)))
     stage, parity, which = call(parts.context, "run_context", k, stage, parity, which)
     note_time(k, Int32(int(Stamp.CONTEXT)))
@@ -146,10 +143,8 @@ def prepare_draft(k: cutlass.Constexpr, parts: cutlass.Constexpr, stage: Int32, 
 @cute.jit
 def grow_tree(k: cutlass.Constexpr, parts: cutlass.Constexpr):
     """What comes behind the block's head."""
-    if cutlass.const_expr(parts.rank is not None):
-        call(parts.rank, "rank_rows", k)
-    if cutlass.const_expr(parts.tree is not None):
-        call(parts.tree, "grow_tree", k)
+    call(parts.rank, "rank_rows", k)
+    call(parts.tree, "grow_tree", k)
 
 
 @cute.jit
@@ -279,19 +274,16 @@ class Parts:
     """The modules that a build is made of; None where it does without."""
 
     def __init__(self, c: Config, service: str) -> None:
-        def module(name: str, wanted: bool):
-            at = f"cute_kernels.gpu.{name}"
-            if not wanted or importlib.util.find_spec(at) is None:
-                return None
-            return importlib.import_module(at)
+        def module(name: str, wanted: bool = True):
+            return importlib.import_module(f"cute_kernels.gpu.{name}") if wanted else None
 
         self.attention, self.prompt = module("attention", c.attention), module("prompt", c.prompt)
-        self.decide = module("decide", True)
+        self.decide = module("decide")
         self.context, self.draft_attention, self.compact, self.rank, self.tree = (
             module(name, c.draft)
             for name in ("context", "draft_attention", "compact", "rank", "tree")
         )
-        self.service = module({"wire": "service", "script": "scripted"}[service], True)
+        self.service = module({"wire": "service", "script": "scripted"}[service])
 
 
 def register_split(c: Config) -> tuple[int, int]:

@@ -36,10 +36,13 @@ def wait_step(s: cutlass.Constexpr, how: Int32, rows: Int32, tag: Int32, words: 
         elif how == DECISIONS:
             missing = Int32(sync.any_lane_empty(ask_decisions(s.board, rows, s.lane, words)))
         else:
-            missing = Int32(mapped.ballot(sync.ld_acquire(at) != wanted))
+            missing = Int32(mapped.ballot(Int32(sync.ld_word(at)) != wanted))
         tries = tries + 1
         if (tries & 63) == 0:
             overdue(s, how)
+    if how >= TREE:
+        # not in the loop: an acquire empties the first-level cache under the warp that grows a tree
+        sync.ld_acquire(at)
 
 
 @cute.jit

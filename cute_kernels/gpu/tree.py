@@ -119,7 +119,7 @@ def note_row(k, row, ranks, n, place):
 
 @cute.jit
 def grow(k: cutlass.Constexpr, budget: Int32):
-    """Warp 0: ORIGINS of the tree's rows but the root, and N_ROWS.
+    """One warp: ORIGINS of the tree's rows but the root, and N_ROWS.
 
     A row's record, 16 bytes of the scratch for partial sums: where the log-probability of its open
     prefix is; the row's own score; the keys of what opens when that prefix is taken, its next
@@ -222,7 +222,8 @@ def grow_tree(k: cutlass.Constexpr):
         for i in cutlass.range((used + c.warps - k.wid) // c.warps, unroll=1):
             load_position(k, k.wid + i * c.warps, used)
         sync.consumer_sync(threads)
-        if k.wid == 0:
+        # on the scheduler that neither the producer nor the janitor nor the service warp is on
+        if k.wid == (c.warps + 3) % 4:
             grow(k, cutlass.min(desc_word(k, Desc.BUDGET), Int32(MOST)))
         sync.consumer_sync(threads)
         n = sync.lds_int(k.attention + N_ROWS)

@@ -10,7 +10,6 @@ from tests.gpu.attention_kernels import ATTENTION
 # a head of 64 and a head of 128 with norms; the others only differ in numbers
 FAST = ("attention-smollm2-135m", "attention-qwen3-8b")
 SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ATTENTION if n not in FAST]
-SPILL = {64: 32, 128: 64}  # bytes, by head_dim: weights of norms and addresses, outside of loops
 
 
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
@@ -21,7 +20,7 @@ def test_attention_kernel(name):
     launcher, args, geometry = make_attention(c)
     ptx, cubin, _ = build.compile_kernel(launcher, args, c.arch)
     used = build.resources(cubin)
-    assert used["local"] == 0 and used["stack"] <= SPILL[c.shape.head_dim], "registers spill"
+    assert used["local"] == used["stack"] == 0, "registers spill"
     assert geometry["smem"] == c.smem_bytes
     assert "atom.global" not in ptx and "red.global" not in ptx  # arrival orders nothing
     # the step's K and V: generic stores, then the writer's half of the proxy fence
@@ -43,5 +42,5 @@ def test_drafters_attention_kernel(name):
     launcher, args, _ = make_attention(c, "draft_attention")
     ptx, cubin, _ = build.compile_kernel(launcher, args, c.arch)
     used = build.resources(cubin)
-    assert used["local"] == 0 and used["stack"] <= SPILL[c.shape.head_dim], "registers spill"
+    assert used["local"] == used["stack"] == 0, "registers spill"
     assert not re.search(r"st\.global\.v4\.b32", ptx)  # a block's K and V go to no page

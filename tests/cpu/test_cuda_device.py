@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cute_kernels.gpu import build
-from cute_kernels.gpu.config import SHAPES, DraftShape
+from cute_kernels.gpu.config import SHAPES, DraftShape, product
 from cute_kernels.gpu.rank_plan import RANKED_BYTES, SCRIPT_HEAD, unpack_candidates
 from cute_kernels.gpu.service_block import Own, make_block, wire_constants
 from host.wire import Word, make_wire
@@ -25,7 +25,7 @@ from megadecode import (
     cuda_kernel,
 )
 from megadecode.acceptance import propose
-from megadecode.cuda_device import CudaParts, _free_bytes, operation_names
+from megadecode.cuda_device import CudaParts, _free_bytes, auto_budget, operation_names
 from megadecode.device import Settings, prepare
 from megadecode.presets import NAMES, Preset, preset_config
 from megadecode.prompt import encode
@@ -170,6 +170,13 @@ def test_phases_have_names_for_hang_reports():
     assert len(drafting) == 9 + draft.phases + 4
     assert drafting[9] == "fc of the drafter, tap 0" and drafting[-5] == "head of the drafter"
     assert drafting[13] == "qkv[0] of the drafter"
+
+
+def test_an_automatic_budget_is_a_constant_of_the_shape():
+    small = cuda_kernel.choose_config(preset_config("odd-768"), H200)
+    assert auto_budget(small, 7, chain=False) == 15
+    assert auto_budget(small, 7, chain=True) == 7
+    assert auto_budget(product("smollm2-135m"), 7, chain=False) == 7
 
 
 def test_a_script_of_candidates_and_a_policy_are_for_measuring():

@@ -107,8 +107,9 @@ class DraftCase:
     DRAFT steps without rows do. module: fp32, of the same weights; half: the same in bf16."""
 
     def __init__(
-        self, kernel: Kernel, c: Config, model: Model, drafter: tuple, n: int, seed: int
+        self, kernel: Kernel, c: Config, model: Model, drafter: tuple, n: int, seed: int, room=192
     ) -> None:
+        """room: positions behind the first n that have pages."""
         self.c, self.n, self.model = c, n, model
         self.config, tensors = drafter
         config, s = self.config, c.shape
@@ -116,7 +117,7 @@ class DraftCase:
         made = DrafterModule(config, model.embed.float(), model.head.float()).cuda()
         self.module = made.load(tensors).eval()
         self.half = DrafterModule(config, model.embed, model.head).cuda().load(tensors).bfloat16()
-        self.ctx = Context(s, n, 192, seed)
+        self.ctx = Context(s, n, room, seed)
         packed = model.packed(c)
         packed |= pack_drafter(
             config, lambda name: tensors[module_name(name)], packed, lambda: model.head.float(),

@@ -120,7 +120,7 @@ class Rig:
         block = make_block(constants | draft, first_sequence=first)
         self.block = torch.from_numpy(block).to(cuda)
         self.board = torch.from_numpy(make_board(first_tag, first_tag)).to(cuda)
-        size = on.ctas * state_words(ctx) + 1  # the CTAs' memory, then the plant
+        size = on.ctas * state_words(ctx) + 2  # the CTAs' memory, the delay, the plant
         self.own = torch.zeros(size, dtype=torch.int32, device=cuda)
         self.script = torch.zeros(ctx + 32, SCRIPT_WORDS, dtype=torch.int32, device=cuda)
         sizes = dict(
@@ -150,6 +150,12 @@ class Rig:
         """Make a CTA hang in its next step, or in its next one of that Segment."""
         with self.link.parked():
             self.own[-1] = 1 + cta + (kind << 16)
+            self.on.wait()
+
+    def delay(self, ns):
+        """How long each of the next DECODE steps takes."""
+        with self.link.parked():
+            self.own[-2] = ns
             self.on.wait()
 
     def play(self, said):

@@ -45,7 +45,8 @@ def drafting() -> dict[str, Config]:
     own drafter: five taps, the whole vocabulary."""
     found = {f"draft-{name}": small(name) for name in ("llama-3.2-1b", "qwen3-8b", "odd-960")}
     own = dataclasses.replace(SHAPES["smollm2-135m"], layers=6)
-    return {"draft-smollm2-135m": product(own)} | found
+    least = dataclasses.replace(SHAPES["odd-768"], layers=2)  # every_step.py
+    return {"draft-smollm2-135m": product(own), "draft-odd-768": product(least)} | found
 
 
 def drafting_timed() -> dict[str, Config]:

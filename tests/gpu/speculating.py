@@ -17,7 +17,11 @@ _all: list[Engine] = []
 
 
 def make(model: Any, ctx: int = 2048, **options: Any) -> Engine:
-    """An engine on the GPU that `turn` knows of."""
+    """An engine on the GPU that `turn` knows of. The others leave the GPU first: what packs the
+    weights would wait for them."""
+    for other in _all:
+        if not other.is_lost:
+            other.park()
     engine = Engine(model, ctx, **({"device": "cuda", "park_after_s": 60.0} | options))
     engine.park()
     _all.append(engine)
