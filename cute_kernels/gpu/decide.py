@@ -204,7 +204,7 @@ def find_prefix(k: cutlass.Constexpr, row: Int64, limit: Int32, temperature: Flo
         sync.consumer_sync(threads)
         if (few | by_mass) == 0:
             if k.tid == 0:
-                put(k, W.LOW, widened(k, Uint32(word(k, W.LOW))))
+                put(k, W.LOW, widened(k, Uint32(word(k, W.LOW)), 2.0))
             sync.consumer_sync(threads)
         search(k, row, by_mass, temperature, top_p)
 

@@ -169,14 +169,17 @@ def survey(k: cutlass.Constexpr, row: Int64, temperature: Float32):
     load_quads(k, row, first, QUADS, now)
     while first < quads(k):
         load_quads(k, row, first + QUADS * threads, QUADS, coming)
+        if cut > -INF:
+            for i in cutlass.range_constexpr(4 * QUADS):
+                token = 4 * (first + i // 4 * threads + k.tid) + i % 4
+                stays = in_prefix(now[i], token, cut, last)
+                now[i] = sync.choose(stays != 0, now[i], -INF)
         for i in cutlass.range(QUADS, unroll=1):
             most = sync.maximum([now[e] for e in range(4)])
             if most >= low:
                 token = 4 * (first + i * threads + k.tid)
                 for e in cutlass.range_constexpr(4):
-                    counts = in_prefix(now[e], token + e, cut, last)
-                    now[e] = sync.choose(counts != 0, now[e], -INF)
-                    total = total + exact.mass(exact.weight(now[e], largest, inverse))
+                    total = total + exact.mass(now[e], largest, inverse)
                 if most >= floor:
                     for e in cutlass.range_constexpr(4):
                         if now[e] >= floor:
@@ -235,7 +238,7 @@ def histogram(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Flo
     bits, low = bits_per_bin(span), value_of(low_key)
     inverse, amount = exact.inverse_temperature(temperature), Int64(1)
     if by_mass != 0:
-        amount = exact.mass(exact.weight(value, largest, inverse))
+        amount = exact.mass(value, largest, inverse)
     varies = by_mass & (1 - ties)
     # equal neighbours are added up before they go to their bin
     same, total, n, first = Int32(0), Int64(0), Int32(0), Int32(0)
@@ -257,7 +260,7 @@ def histogram(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Flo
                             flush(k, same, total, n)
                             same, total, n = mine, Int64(0), Int32(0)
                         if varies != 0:
-                            amount = exact.mass(exact.weight(now[e], largest, inverse))
+                            amount = exact.mass(now[e], largest, inverse)
                         total, n = total + amount, n + 1
             shift(now)
         for i in cutlass.range_constexpr(4 * QUADS):

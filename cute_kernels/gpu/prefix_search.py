@@ -99,7 +99,7 @@ def mass_before(k: cutlass.Constexpr, i: Int32, n: Int32, temperature: Float32):
         largest, z = number(k, W.LARGEST), entry_value(entry(k, i))
         if word(k, W.TIES) != 0:
             z = number(k, W.VALUE)
-        mine = exact.mass(exact.weight(z, largest, exact.inverse_temperature(temperature)))
+        mine = exact.mass(z, largest, exact.inverse_temperature(temperature))
     total = mine
     for d in cutlass.range_constexpr(5):
         below = shuffled_up(total, 1 << d)
@@ -156,7 +156,7 @@ def end_in_list(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Flo
             sync.sts_long(at(k, W.BEFORE), beyond)
             put(k, W.ABOVE, word(k, W.ABOVE) + n)
             put(k, W.HIGH, low)
-            put(k, W.LOW, widened(k, low))
+            put(k, W.LOW, widened(k, low, 0.5))
             put(k, W.STATE, Int32(HISTOGRAM))
         else:
             put(k, W.CUT, cut)
@@ -187,10 +187,10 @@ def guess(parts):
     return max(1, int(parts * (1 - math.exp(-GUESSED / parts))))
 
 
-def widened(k, low):
-    """A key below: the value three times as far from the largest logit."""
+def widened(k, low, by):
+    """A key below: of the value that is (1 + by) times as far from the largest logit."""
     value, largest = value_of(low), number(k, W.LARGEST)
-    down = value - 2.0 * (largest - value)
+    down = value - by * (largest - value)
     return sync.larger(key_of(sync.maximum([down, Float32(LOWEST)])), Uint32(LOWEST_KEY))
 
 
@@ -200,14 +200,22 @@ def floor_of_maxima(k: cutlass.Constexpr, rank: Int32):
     All warps; the maxima are padded with -inf to a multiple of 4."""
     n = word(k, W.MAXIMA)
     if k.tid < n:
-        mine, before = sync.lds(k.red + MAXIMA_AT + 4 * k.tid), Int32(0)
+        mine, before, upto = sync.lds(k.red + MAXIMA_AT + 4 * k.tid), Int32(0), Int32(0)
         for i in cutlass.range(n >> 2, unroll=4):
-            four = sync.lds_quad(k.red + MAXIMA_AT + 16 * i)
-            for e in cutlass.range_constexpr(4):
-                same = Int32(four[e] == mine) & Int32(4 * i + e < k.tid)
-                before = before + (Int32(four[e] > mine) | same)
-        if before == rank - 1:
+            for other in sync.lds_quad(k.red + MAXIMA_AT + 16 * i):
+                before = count_if("gt", other, mine, before)
+                upto = count_if("ge", other, mine, upto)
+        if (before < rank) & (rank <= upto):
             put(k, W.LOW, key_of(sync.maximum([mine, Float32(LOWEST)])))
+
+
+def count_if(how, a, b, n):
+    """n + 1 where the comparison of two fp32 holds."""
+    return ptx_read(
+        f"{{ .reg .pred q; setp.{how}.f32 q, {{$r0}}, {{$r1}}; mov.b32 {{$w0}}, {{$r2}};"
+        " @q add.s32 {$w0}, {$w0}, 1; }",
+        [Int32], a, b, n,
+    )  # fmt: skip
 
 
 @cute.jit
