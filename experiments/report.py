@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from experiments.common import PICTURES, digest
+from experiments.report_claims import claims
 from experiments.report_pages import PAGES
 from megadecode.training.card import tau_table
 
@@ -297,8 +298,22 @@ def handoffs() -> list[str]:
 
 def rivals() -> list[str]:
     """Against graphs, in short."""
-    result = read("pdl_steps")
     lines = []
+    if (sweep := read("context_sweep")) is not None:
+        contexts = sorted({case["context"] for case in sweep["cases"]})
+        by = {(case["form"], case["context"]): case["us"] for case in sweep["cases"]}
+        lines += [
+            f"**A speculative step and its rivals**, us, {sweep['model']}, N = {sweep['rows']}, "
+            f"{sweep['device']} ({_where(sweep)}; contexts in positions).",
+            "",
+            f"| | {' | '.join(map(str, contexts))} |",
+            "|---|" + "---|" * len(contexts),
+        ]
+        for form in dict.fromkeys(case["form"] for case in sweep["cases"]):
+            cells = (f"{by[form, n]:.0f}" if (form, n) in by else "" for n in contexts)
+            lines.append(f"| {form} | {' | '.join(cells)} |")
+        lines.append("")
+    result = read("pdl_steps")
     if result is not None:
         lines += [
             f"**The kernel's verify step against a graph of the same phases** with programmatic "
@@ -334,6 +349,8 @@ def report() -> str:
         "`python -m experiments.run_all --full` makes those. Absolute times hold on the machine "
         "named with them.",
     ]
+    if found := claims(read):
+        lines += ["", *found]
     missing = []
     for name, (title, page) in PAGES.items():
         results = [(n, r) for n in (name, f"{name}_cpu") if (r := read(n)) is not None]
