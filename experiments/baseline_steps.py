@@ -41,6 +41,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "graph_whole_step, split-KV": ("graph_whole_step", dict(attention="triton")),
     "graph_whole_step, split-KV, fused": ("graph_whole_step", dict(attention="triton", fused=True)),
+    "graph_pdl, drafter in torch": ("graph_pdl", dict(attention="triton", fused=True)),
     "graph_pdl": ("graph_pdl", dict(attention="triton", fused=True)),
 }  # fmt: skip
 PDL = "graph_pdl"
@@ -61,7 +62,7 @@ def open_rival(form: str, setup: Setup, args: Any) -> Baseline:
         return make(FORMS[form][0], setup)
     from experiments.baselines.pdl_loop import GraphPdl
 
-    return GraphPdl(setup, args.pdl)
+    return GraphPdl(setup, args.pdl, drafter_too=form == PDL)
 
 
 def replay_us(rival: Baseline, rounds: int) -> list[float]:
@@ -69,6 +70,8 @@ def replay_us(rival: Baseline, rounds: int) -> list[float]:
     out = []
     for captured in rival.graphs():
         graphs = list(captured)
+        if not graphs:  # launched from Python
+            return []
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         rival.core._begin(rival.length)
         graphs[0].replay()
@@ -158,7 +161,7 @@ def main() -> None:
     if args.quick:
         args.prompts, args.tokens, args.rounds = 2, 48, 2
     if args.pdl is None:
-        args.forms = [form for form in args.forms if form != PDL]
+        args.forms = [form for form in args.forms if FORMS[form][0] != PDL]
     if args.device == "cpu":
         args.forms = [form for form in args.forms if form in ON_CPU]
     result: dict[str, Any] = {

@@ -50,28 +50,24 @@ def prefill_s(rival: Any, context: int) -> float:
     return time.perf_counter() - begun
 
 
-def rivals(name: str, contexts: list[int], args: Any) -> list[dict[str, Any]]:
-    weights, drafter = open_model(name, "cuda")
-    rounded = OnDevice(weights, "cuda", torch.bfloat16)
-    ctx, out = max(contexts) + (args.steps + 8) * COMMITTED, []
-    for form in args.forms:
-        sdpa = FORMS[form][1]["attention"] == "sdpa"
-        setup = setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1)
-        rival = open_rival(form, setup, args)
-        for context in contexts:
-            if sdpa and context > MOST_SDPA and args.quick:
-                continue
-            row = timed(rival, context, args.steps if not sdpa else 8, 1 if args.quick else 3)
-            seconds = prefill_s(rival, context)
-            whole = seconds + args.new_tokens / COMMITTED * row["us"] / 1e6
-            row |= {
-                "form": form, "context": context, "tok_s": COMMITTED / row["us"] * 1e6,
-                "prefill_s": seconds, "with_prefill_tok_s": args.new_tokens / whole,
-            }  # fmt: skip
-            out.append(row)
-            say(row)
-        del rival
-        forget()
+def rival_cases(form: str, weights: Any, drafter: Any, args: Any) -> list[dict[str, Any]]:
+    """A rival over the contexts."""
+    ctx, out = max(args.contexts) + (args.steps + 8) * COMMITTED, []
+    sdpa = FORMS[form][1]["attention"] == "sdpa"
+    setup = setup_of(form, weights, drafter, ctx, args, forced=COMMITTED - 1)
+    rival = open_rival(form, setup, args)
+    for context in args.contexts:
+        if sdpa and context > MOST_SDPA and args.quick:
+            continue
+        row = timed(rival, context, args.steps if not sdpa else 8, 1 if args.quick else 3)
+        seconds = prefill_s(rival, context)
+        whole = seconds + args.new_tokens / COMMITTED * row["us"] / 1e6
+        row |= {
+            "form": form, "context": context, "tok_s": COMMITTED / row["us"] * 1e6,
+            "prefill_s": seconds, "with_prefill_tok_s": args.new_tokens / whole,
+        }  # fmt: skip
+        out.append(row)
+        say(row)
     return out
 
 
@@ -119,15 +115,25 @@ def main() -> None:
     quiet()
     args.device = "cuda"
     if args.pdl is None:
-        args.forms = [form for form in args.forms if form != PDL]
+        args.forms = [form for form in args.forms if FORMS[form][0] != PDL]
+    # The engine first: whatever a rival does to the process, its figures are written.
     fields: dict[str, Any] = {
         "model": args.model, "rows": args.rows, "committed": COMMITTED, "acceptance": "scripted",
-        "new_tokens": args.new_tokens, "cases": rivals(args.model, args.contexts, args),
+        "new_tokens": args.new_tokens, "cases": [], "failed": {},
     }  # fmt: skip
-    save("context_sweep", args.json, "cuda", fields, args.quick)
     if args.kernels:
         fields["cases"] += ours(args.model, args.contexts, args)
         save("context_sweep", args.json, "cuda", fields, args.quick)
+    weights, drafter = open_model(args.model, "cuda")
+    rounded = OnDevice(weights, "cuda", torch.bfloat16)
+    for form in args.forms:
+        try:
+            fields["cases"] += rival_cases(form, rounded, drafter, args)
+        except Exception as error:  # one that fails does not stop the others
+            fields["failed"][form] = f"{type(error).__name__}: {error}"[:400]
+            print(f"{form}: {fields['failed'][form]}", flush=True)
+        forget()
+    save("context_sweep", args.json, "cuda", fields, args.quick)
 
 
 if __name__ == "__main__":

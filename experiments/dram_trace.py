@@ -22,6 +22,7 @@ import torch
 from experiments import pm_sampling
 from experiments.baseline_steps import COMMITTED, FORMS, PDL, forget, open_rival, setup_of
 from experiments.baselines.models import OnDevice, open_model
+from experiments.baselines.pdl_plan import MODELS as PDL_MODELS
 from experiments.common import need_gpu, parser, quiet, save
 from experiments.pm_sampling import DRAM, SM, TENSOR, Trace
 
@@ -78,32 +79,27 @@ def streams() -> dict[str, dict[str, Any]]:
     return {"reads": record(read), "copies": record(copy)}
 
 
-def contenders(model: str, args: Any) -> dict[str, dict[str, Any]]:
+def rival(form: str, model: str, args: Any) -> dict[str, Any]:
     weights, drafter = open_model(model, "cuda")
     rounded = OnDevice(weights, "cuda", torch.bfloat16)
-    out: dict[str, dict[str, Any]] = {}
-    for form in args.forms:
-        most = 4096  # steps, for the caches' size
-        ctx = args.context + most * COMMITTED
-        setup = setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1)
-        rival = open_rival(form, setup, args)
-        rival.pretend(args.context, 400)
-        for _ in range(5):
-            rival.step()
+    ctx = args.context + 4096 * COMMITTED
+    setup = setup_of(form, rounded, drafter, ctx, args, forced=COMMITTED - 1)
+    made = open_rival(form, setup, args)
+    made.pretend(args.context, 400)
+    for _ in range(5):
+        made.step()
 
-        def decode(rival: Any = rival) -> None:
-            rival.core._begin(args.context)
-            rival.begin(args.context)
-            begun = time.perf_counter()
-            while time.perf_counter() - begun < SECONDS and rival.length < args.context + 1500:
-                rival.step()
-            rival.finish()
+    def decode() -> None:
+        made.core._begin(args.context)
+        made.begin(args.context)
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < SECONDS and made.length < args.context + 1500:
+            made.step()
+        made.finish()
 
-        out[form] = record(decode)
-        say(model, form, out[form])
-        del rival, decode
-        forget()
-    return out
+    row = record(decode)
+    say(model, form, row)
+    return row
 
 
 def megakernel(model: str, args: Any) -> dict[str, Any]:
@@ -152,7 +148,7 @@ def main() -> None:
     quiet()
     args.device = "cuda"
     if args.pdl is None:
-        args.forms = [form for form in args.forms if form != PDL]
+        args.forms = [form for form in args.forms if FORMS[form][0] != PDL]
     torch.zeros(1, device="cuda")
     plain = streams()
     forget()
@@ -164,18 +160,22 @@ def main() -> None:
     for row in plain.items():
         say("", *row)
     for model in args.models:
-        fields["models"][model] = contenders(model, args) if args.forms else {}
-        save("dram_trace", args.json, "cuda", fields, args.quick)
-        if args.kernels:
+        rows = fields["models"][model] = {}
+        # The engine first: whatever a rival does to the process, its trace is written.
+        shown = [*(["megakernel"] if args.kernels else []), *args.forms]
+        for form in shown:
+            if FORMS.get(form, ("",))[0] == PDL and model not in PDL_MODELS:
+                continue
             try:
-                fields["models"][model]["megakernel"] = megakernel(model, args)
-            except Exception as error:  # the rivals' traces stand for themselves
-                fields["failed"][model] = f"{type(error).__name__}: {error}"
-                print(f"{model}, megakernel: {fields['failed'][model]}", flush=True)
-        for row in fields["models"][model].values():
-            row["dram"]["of_the_stream"] = row["dram"]["mean_percent"] / best
-        save("dram_trace", args.json, "cuda", fields, args.quick)
-        forget()
+                traced = megakernel(model, args) if form not in FORMS else rival(form, model, args)
+            except Exception as error:  # one that fails does not stop the others
+                fields["failed"][f"{model}, {form}"] = f"{type(error).__name__}: {error}"[:400]
+                print(f"{model}, {form}: {type(error).__name__}: {error}", flush=True)
+                continue
+            traced["dram"]["of_the_stream"] = traced["dram"]["mean_percent"] / best
+            rows[form] = traced
+            save("dram_trace", args.json, "cuda", fields, args.quick)
+            forget()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from experiments.common import need_gpu, parser, quiet, save
 
 RIVALS = (
     "graph_host_tree", "graph_host_tree, split-KV, fused", "graph_whole_step, split-KV, fused",
+    "graph_pdl",
 )  # fmt: skip
 DISTURBANCES = ("none", "frozen", "interpreter held", "cores busy")
 SECONDS = 2.0
@@ -64,15 +66,14 @@ def decode_rival(args: argparse.Namespace) -> Any:
     """A function that decodes for so many seconds of wall time: tokens and seconds."""
     import torch
 
-    from experiments.baseline_steps import COMMITTED, FORMS, setup_of
-    from experiments.baselines import make
+    from experiments.baseline_steps import COMMITTED, open_rival, setup_of
     from experiments.baselines.models import OnDevice, open_model
 
     args.device = "cuda"
     weights, drafter = open_model(args.model, "cuda")
     rounded = OnDevice(weights, "cuda", torch.bfloat16)
     setup = setup_of(args.child, rounded, drafter, 4096, args, forced=COMMITTED - 1)
-    rival = make(FORMS[args.child][0], setup)
+    rival = open_rival(args.child, setup, args)
     rival.pretend(1024, 500)
 
     def decode(seconds: float) -> dict[str, float]:
@@ -92,7 +93,7 @@ def decode_kernel(args: argparse.Namespace) -> Any:
     from experiments.host_stop import wait_for
     from experiments.megakernel import Megakernel
 
-    new = 24000
+    new = 16000
     kernel = Megakernel(args.model, new + 2048, args.kernels, args.rows - 1)
     kernel.options["completion_entries"] = 1 << 15
     kernel.open(1024, new, None)
@@ -172,6 +173,7 @@ def main() -> None:
     made.add_argument("--rows", type=int, default=16)
     made.add_argument("--forms", nargs="*", default=list(RIVALS))
     made.add_argument("--kernels", help="kernels built beforehand; without, the rivals alone")
+    made.add_argument("--pdl", type=Path, help="kernels of graph_pdl, built beforehand")
     made.add_argument("--child", help=argparse.SUPPRESS)
     args = made.parse_args()
     if args.child:
@@ -180,12 +182,15 @@ def main() -> None:
     need_gpu("host_stall")
     argv = ["--model", args.model, "--rows", str(args.rows)]
     argv += ["--kernels", args.kernels] if args.kernels else []
+    argv += ["--pdl", str(args.pdl)] if args.pdl else []
     fields: dict[str, Any] = {
         "model": args.model,
         "rows": args.rows,
         "contenders": {},
         "failed": {},
     }
+    if args.pdl is None:
+        args.forms = [form for form in args.forms if form != "graph_pdl"]
     for form in [*args.forms, *(["megakernel"] if args.kernels else [])]:
         try:
             rows = fields["contenders"][form] = run(form, argv)

@@ -38,8 +38,9 @@ class Trace:
         return self.values[:, self.metrics.index(metric)]
 
     def busy(self) -> Trace:
-        """From the first sample in which an SM was active to the last."""
-        active = np.flatnonzero(self.values[:, -1] > IDLE)
+        """From the first sample of the first metric that is not idle to the last: what lies before
+        and behind is the caller's, waiting for the sampler."""
+        active = np.flatnonzero(self.values[:, 0] > IDLE)
         if not len(active):
             return self
         cut = slice(active[0], active[-1] + 1)

@@ -316,8 +316,7 @@ def rivals() -> list[str]:
                     f"| {' | '.join(f'{v:.0f}' for v in cells)} |"
                 )
         lines.append("")
-    measured = [name for name in PAGES if read(name) is not None]
-    if measured:
+    if any(read(f"{name}{end}") is not None for name in PAGES for end in ("", "_cpu")):
         lines.append(
             "Rivals, traces and what was claimed elsewhere, each with its script: "
             "[experiments/REPORT.md](experiments/REPORT.md)."
@@ -337,14 +336,14 @@ def report() -> str:
     ]
     missing = []
     for name, (title, page) in PAGES.items():
-        result = read(name)
-        if result is None:
+        results = [(n, r) for n in (name, f"{name}_cpu") if (r := read(n)) is not None]
+        if not results:
             missing.append(f"- {title}: `python -m experiments.{name}`")
-            continue
-        lines += ["", f"## {title}", "", *page(result)]
-        if drawn_from(name) is not None:
-            lines += ["", f"![{title}](pictures/{name}.svg)"]
-        lines += ["", f"`{result['about']}` on {result['device']}: {_where(result)}."]
+        for i, (file, result) in enumerate(results):
+            lines += ["", f"## {title}" if i == 0 else "### The same on a CPU", "", *page(result)]
+            if drawn_from(file) is not None:
+                lines += ["", f"![{title}](pictures/{file}.svg)"]
+            lines += ["", f"`{result['about']}` on {result['device']}: {_where(result)}."]
     if missing:
         lines += ["", "## Not measured yet", "", *missing]
     return "\n".join(lines) + "\n"
@@ -379,9 +378,10 @@ def redraw() -> None:
     except ImportError:
         print("pictures are not drawn: matplotlib is not installed")
         return
-    for name in DRAWN:
-        if read(name) is not None and drawn_from(name) != digest(RESULTS / f"{name}.json"):
-            draw(name, read(name))
+    for name in (*DRAWN, *(f"{name}_cpu" for name in DRAWN)):
+        result = read(name)
+        if result is not None and drawn_from(name) != digest(RESULTS / f"{name}.json"):
+            draw(name, result)
 
 
 def figures() -> str:

@@ -127,6 +127,5 @@ DRAWN: dict[str, Callable[[Result], Any]] = {
 
 
 def draw(name: str, result: Result) -> None:
-    """Draw an experiment's picture, if it has one."""
-    if name in DRAWN:
-        keep(DRAWN[name](result), name, RESULTS / f"{name}.json")
+    """Draw an experiment's picture."""
+    keep(DRAWN[name.removesuffix("_cpu")](result), name, RESULTS / f"{name}.json")

@@ -41,7 +41,7 @@ EXPERIMENTS = (
     Experiment("baseline_steps", pdl=True, quick=("--models", "smollm2-135m")),
     Experiment("context_sweep", kernels=True, pdl=True, quick=("--contexts", "1024", "8192")),
     Experiment("dram_trace", kernels=True, pdl=True, quick=("--models", "smollm2-135m")),
-    Experiment("host_stall", kernels=True),
+    Experiment("host_stall", kernels=True, pdl=True),
     Experiment("public_megakernel", cubins=True),
     Experiment("tree_build", gpu=False),
     Experiment("step_breakdown", gpu=False),

@@ -39,12 +39,13 @@ def f64(value):
 
 
 # -- fp32: weights -------------------------------------------------------------------------------
-def _exp_text():
+def _exp_text(scale):
+    """p = e**x 2^scale (exactly, by the exponent), e**x within 1 ulp, for _TINY <= x <= 0."""
     poly = f"mov.f32 p, {f32(_EXP[0])}; "
     for c in _EXP[1:]:
         poly += f"fma.rn.f32 p, p, r, {f32(c)}; "
     return (
-        "{ .reg .f32 s, n, r, p, q; .reg .b32 b; .reg .pred t; "
+        "{ .reg .f32 s, n, r, p, q; .reg .b32 b; "
         f"fma.rn.f32 s, {{$r0}}, {f32(math.log2(math.e))}, {f32(12582912.0)}; "
         f"sub.rn.f32 n, s, {f32(12582912.0)}; "
         f"fma.rn.f32 r, n, {f32(-_LN2_HIGH)}, {{$r0}}; "
@@ -52,18 +53,12 @@ def _exp_text():
         + poly
         + "mul.rn.f32 q, r, r; fma.rn.f32 p, p, q, r; "
         f"add.rn.f32 p, p, {f32(1.0)}; "
-        "mov.b32 b, s; shl.b32 b, b, 23; add.s32 b, b, 0x3f800000; mov.b32 q, b; "
-        "mul.rn.f32 p, p, q; "
-        f"setp.lt.f32 t, {{$r0}}, {f32(_TINY)}; selp.f32 {{$w0}}, {f32(0.0)}, p, t; }}"
+        f"mov.b32 b, s; shl.b32 b, b, 23; add.s32 b, b, {0x3F800000 + (scale << 23)}; "
+        "mov.b32 q, b; mul.rn.f32 p, p, q; "
     )
 
 
-_EXP_TEXT = _exp_text()
-
-
-def exp(x):
-    """e**x in fp32 for x <= 0, within 1 ulp; 0 where the result would be subnormal."""
-    return ptx_read(_EXP_TEXT, [Float32], x)
+_MASS_TEXT = _exp_text(44) + "cvt.rzi.s64.f32 {$w0}, p; }"
 
 
 def minus(a, b):
@@ -78,18 +73,16 @@ def times(a, b):
     return ptx_read("mul.rn.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
 
 
-def weight(value, largest, inverse):
-    """exp((value - largest) / temperature); inverse: of `inverse_temperature`."""
-    return exp(times(minus(value, largest), inverse))
+def mass(value, largest, inverse):
+    """The weight as an integer number of 2^-44, rounded down."""
+    x = times(minus(value, largest), inverse)
+    x = ptx_read(f"max.f32 {{$w0}}, {{$r0}}, {f32(_TINY)};", [Float32], x)  # no mass either way
+    return ptx_read(_MASS_TEXT, [Int64], x)
 
 
-def mass(w):
-    """A weight in [0, 1] as an integer number of 2^-44, rounded down."""
-    return ptx_read(
-        "{ .reg .f32 m; mul.rn.f32 m, {$r0}, " + f32(2.0**44) + "; cvt.rzi.s64.f32 {$w0}, m; }",
-        [Int64],
-        w,
-    )
+def whole(x):
+    """Rounded towards zero, as 64 bits."""
+    return ptx_read("cvt.rzi.s64.f32 {$w0}, {$r0};", [Int64], x)
 
 
 # -- fp64: scores, by few threads ----------------------------------------------------------------

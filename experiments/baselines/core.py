@@ -128,9 +128,11 @@ class Core:
         self.mask = self.plan[16 * n :].view(n, n)
         self.mask.copy_(torch.eye(n, device=device))
         self.parents, self.paths = zeros(n), zeros(n, self.most)
-        planted = Planted(self.tokens, self.depths, self.mask, self.parents, self.paths)
+        self.planted = Planted(self.tokens, self.depths, self.mask, self.parents, self.paths)
         if self.nodes:
-            self.tree = DeviceTree(self.depth, self.nodes, self.width, self.setup.chain, planted)
+            self.tree = DeviceTree(
+                self.depth, self.nodes, self.width, self.setup.chain, self.planted
+            )
         # The best candidates, one copy to the host: log-probabilities, ids.
         k = self.depth * self.width
         self.ranked = zeros(12 * k, dtype=torch.uint8)

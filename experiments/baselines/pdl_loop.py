@@ -1,6 +1,5 @@
-"""`graph_pdl` as a whole speculative step in one graph: megadecode's phases verify, with
-programmatic edges; the drafter, the tree and the walk are those of `graph_whole_step`, fused and
-with split-KV.
+"""`graph_pdl` as a whole speculative step in one graph: megadecode's phases draft and verify, with
+programmatic edges between them; candidates, tree, walk and moves are a Triton kernel each.
 """
 
 from __future__ import annotations
@@ -16,15 +15,18 @@ from experiments.baselines.core import Core, Setup
 from experiments.baselines.graphs import Captured
 from experiments.baselines.loops import WholeStep
 from experiments.baselines.pdl import PdlStep
+from experiments.baselines.pdl_decisions import Plant, Rank, accept
+from experiments.baselines.pdl_draft import PdlDraft
 from experiments.baselines.pdl_plan import MODELS, attention_config
 from experiments.baselines.pdl_step_ends import describe, gather_features, move_rows
 from megadecode.cuda_weights import pack_model
 
 
 class PdlCore(Core):
-    """A core whose target is a graph of phases; keys and values lie in the kernel's pages."""
+    """A core whose target is a graph of phases; keys and values lie in the kernel's pages.
+    drafter_too=False: the drafter, the tree and the walk as in `graph_whole_step`."""
 
-    def __init__(self, setup: Setup, folder: Path) -> None:
+    def __init__(self, setup: Setup, folder: Path, drafter_too: bool = True) -> None:
         super().__init__(setup)
         c = setup.weights.config
         name = next((m for m in MODELS if attention_config(m).shape.hidden == c.hidden), None)
@@ -42,6 +44,16 @@ class PdlCore(Core):
         )
         self.pdl = PdlStep(folder, name, held, self.target.embed, self.pool, self.pages)
         self.pdl.rows, self.pdl.tokens = self.rows, self.tokens
+        self.drafter: PdlDraft | None = None
+        if drafter_too and self.draft_model is not None and setup.drafter is not None:
+            self.drafter = PdlDraft(
+                folder, name, setup.drafter, self.draft_model, self.target.head, self.pages,
+                self.capacity,
+            )  # fmt: skip
+            self.rank = Rank(
+                self.depth, len(self.draft_model.ids), self.width, self.draft_model.ids
+            )
+            self.planter = Plant(self.depth, self.nodes, self.width, setup.chain, self.planted)
         self.tap_layers = torch.tensor(self.taps, dtype=torch.int32, device="cuda")
         self.which = 0
 
@@ -57,11 +69,46 @@ class PdlCore(Core):
 
     def _to_pages(self) -> None:
         """What torch has put into its cache, in the kernel's pages and order."""
-        stack = self.target.stack
-        order = torch.from_numpy(key_order(stack.keys.shape[-1])).cuda()
-        for i, cache in enumerate((stack.keys[..., order], stack.values)):
-            blocks = cache.unflatten(2, (-1, PAGE))
-            self.pool[:, :, :, i] = swizzle_rows(blocks).permute(2, 0, 1, 3, 4)
+        pairs = [(self.target.stack, self.pool)]
+        if self.drafter is not None and self.draft_model is not None:
+            pairs.append((self.draft_model.stack, self.drafter.pool[:, 1:]))
+        for stack, pool in pairs:
+            order = torch.from_numpy(key_order(stack.keys.shape[-1])).cuda()
+            for i, cache in enumerate((stack.keys[..., order], stack.values)):
+                blocks = cache.unflatten(2, (-1, PAGE))
+                pool[:, :, :, i] = swizzle_rows(blocks).permute(2, 0, 1, 3, 4)
+
+    def clear(self) -> None:
+        """All words of the phases EMPTY: before a first step with set 0."""
+        self.pdl.clear()
+        if self.drafter is not None:
+            self.drafter.clear()
+
+    @torch.no_grad()
+    def draft(self, keys: int) -> None:
+        """keys: which set of buffers."""
+        if self.drafter is None:
+            super().draft(keys)
+            return
+        first = self.drafter.config.first_row
+        self.drafter.absorb(self.fresh, self.count, self.length)
+        self.drafter.launch(keys, self.anchor, self.length)
+        self.rank(self.drafter.logits[first:], self.logprobs, self.ids)
+
+    def plant(self) -> None:
+        if self.drafter is None:
+            super().plant()
+            return
+        self.planter(self.logprobs, self.ids, self.anchor)
+
+    def accept(self) -> None:
+        if self.drafter is None:
+            super().accept()
+            return
+        accept(
+            self.planted, self.decided, self.count, self.anchor, self.path, self.out,
+            self.setup.forced,
+        )  # fmt: skip
 
     def verify(self, keys: int) -> None:
         """keys: which set of buffers."""
@@ -82,17 +129,18 @@ class PdlCore(Core):
 
 
 class GraphPdl(WholeStep):
-    """One graph for each of the two sets of buffers; the host replays them in turn."""
+    """One graph for each of the two sets of buffers; the host replays them in turn. folder: kernels
+    of pdl_kernels.py."""
 
     name = "graph_pdl"
 
-    def __init__(self, setup: Setup, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, setup: Setup, folder: Path, drafter_too: bool = True) -> None:
+        self._folder, self._drafter_too = folder, drafter_too
         super().__init__(setup)
         self.dynamic = False
 
     def open_core(self, setup: Setup) -> Core:
-        return PdlCore(setup, self._folder)
+        return PdlCore(setup, self._folder, self._drafter_too)
 
     def prepare(self, first: int, last: int) -> None:
         for which in range(2):
@@ -103,7 +151,7 @@ class GraphPdl(WholeStep):
     def begin(self, length: int) -> None:
         super().begin(length)
         assert isinstance(self.core, PdlCore)
-        self.core.pdl.clear()
+        self.core.clear()
 
     def graph_key(self, bound: int) -> int:
         return self._sent % 2

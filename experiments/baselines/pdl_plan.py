@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cute_kernels.gpu.config import Config, product
+import dataclasses
+
+from cute_kernels.gpu.config import SHAPES, Config, product
 
 MODELS = ("smollm2-135m", "llama-3.2-1b")
 # Stages of the ring and CTAs that fit an SM: with half the ring and two CTAs the next kernel is
@@ -21,6 +23,15 @@ def phase_config(model: str, phase: str = "qkv") -> Config:
     """Of a matrix as a kernel of its own."""
     return product(
         model, phase=phase, attention=False, prompt=False, setmaxnreg=False, **MATRICES[model][0]
+    )
+
+
+def draft_config(model: str, layers: int, columns: int) -> Config:
+    """How a drafter's matrices are packed and laid out for the kernels of `phase_config`: layers of
+    the target's own sizes, and a head of `columns` tokens."""
+    shape = dataclasses.replace(SHAPES[model], layers=layers, vocab=columns, tied=False)
+    return product(
+        shape, phase="qkv", attention=False, prompt=False, setmaxnreg=False, **MATRICES[model][0]
     )
 
 

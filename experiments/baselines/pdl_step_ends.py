@@ -75,6 +75,82 @@ def _move(pool, pages, length, path, count, L: tl.constexpr, KV: tl.constexpr, D
     tl.store(pool + target[:, None] + put, v, mask=moves[:, None])
 
 
+@triton.jit
+def _embed_block(anchor, mask_id, length, embed, scale, board, x, residual, HIDDEN: tl.constexpr,
+                 PADDED: tl.constexpr):  # fmt: skip
+    """A row of a drafter's block, as pdl_ends._embed; the first notes where the block begins."""
+    row = tl.program_id(0)
+    h = tl.arange(0, PADDED)
+    ok = h < HIDDEN
+    token = tl.zeros([], tl.int64) + mask_id
+    if row == 0:
+        token = tl.load(anchor)
+        n = tl.load(length).to(tl.int32)
+        tl.store(board + _POSITION, n)
+        tl.store(board + _COMMITTED, n)
+    v = (tl.load(embed + token * HIDDEN + h, mask=ok).to(tl.float32) * scale).to(tl.bfloat16)
+    chunk, step, t, e = h // 32, h % 32 // 16, h % 16 // 4, h % 4
+    at = ((((chunk * 2 + row // 8) * 8 + row % 8) * 4 + t) * 2 + step) * 4 + e
+    tl.store(x + at, v, mask=ok)
+    tl.store(residual + (h // 8 * 16 + row) * 8 + h % 8, v.to(tl.float32), mask=ok)
+
+
+@triton.jit
+def _put_context(joint, pool, pages, norms, rope, place, count, length, eps, row_stride,
+                 LAYERS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Key (normed, rotated, in the pages' order) and value of one new position, layer and head."""
+    i, layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    c = tl.load(count)
+    if i < c:
+        p = tl.load(length) - c + i
+        h = tl.arange(0, D // 2)
+        at = joint + i * row_stride + (layer * 2 * KV + head) * D
+        lo, hi = tl.load(at + h).to(tl.float32), tl.load(at + D // 2 + h).to(tl.float32)
+        factor = 1.0 / tl.sqrt((tl.sum(lo * lo, 0) + tl.sum(hi * hi, 0)) / D + eps)
+        w = norms + ((layer + 1) * 2 + 1) * D
+        lo = lo * factor * tl.load(w + h)
+        hi = hi * factor * tl.load(w + D // 2 + h)
+        cos, sin = (
+            tl.load(rope + (p * (D // 2) + h) * 2),
+            tl.load(rope + (p * (D // 2) + h) * 2 + 1),
+        )
+        page = tl.load(pages + p // 64).to(tl.int64)
+        row = p % 64
+        to = pool + (((page * (LAYERS + 1) + layer + 1) * KV + head) * 2) * (64 * D) + row * D
+        for half in tl.static_range(2):
+            turned = lo * cos - hi * sin if half == 0 else hi * cos + lo * sin
+            e = tl.load(place + half * (D // 2) + h)
+            tl.store(to + (e // 8 ^ (row % 8)) * 8 + e % 8, turned.to(tl.bfloat16))
+        d = tl.arange(0, D)
+        v = tl.load(at + KV * D + d)
+        tl.store(to + 64 * D + (d // 8 ^ (row % 8)) * 8 + d % 8, v)
+
+
+def embed_block(
+    anchor: torch.Tensor, mask_id: int, length: torch.Tensor, embed: torch.Tensor, rows: int,
+    scale: float, board: torch.Tensor, x: torch.Tensor, residual: torch.Tensor,
+) -> None:  # fmt: skip
+    """A block: the anchor [1], then MASK. board: its position goes there."""
+    hidden = embed.shape[1]
+    _embed_block[(rows,)](
+        anchor, mask_id, length, embed, scale, board, x, residual, HIDDEN=hidden,
+        PADDED=triton.next_power_of_2(hidden),
+    )  # fmt: skip
+
+
+def put_context(
+    joint: torch.Tensor, pool: torch.Tensor, pages: torch.Tensor, norms: torch.Tensor,
+    rope: torch.Tensor, place: torch.Tensor, count: torch.Tensor, length: torch.Tensor, eps: float,
+) -> None:  # fmt: skip
+    """joint bf16 [rows, layers * 2 * kv heads * head_dim]: keys and values of the `count` positions
+    below `length`. pool, norms: with an empty layer in front. place [head_dim]: of kv_layout."""
+    _, layers, kv_heads, _, _, d = pool.shape
+    _put_context[(len(joint), layers - 1, kv_heads)](
+        joint, pool, pages, norms, rope, place, count, length, eps, joint.stride(0),
+        LAYERS=layers - 1, KV=kv_heads, D=d, num_warps=1,
+    )  # fmt: skip
+
+
 def describe(
     board: torch.Tensor, length: torch.Tensor, depths: torch.Tensor, paths: torch.Tensor
 ) -> None:
