@@ -96,10 +96,11 @@ def equal_columns(read: Read) -> str | None:
     if len(cases) < 2:
         return None
     slow, fast = (f(cases.values(), key=lambda c: c["us"]) for f in (max, min))
+    bare = slow["us"] / fast["us"]
+    whole = fast["with_prefill_tok_s"] / slow["with_prefill_tok_s"]
     return (
-        f"at {at} positions {slow['form']} and {fast['form']} differ {slow['us'] / fast['us']:.1f}x "
-        f"in step time, and {fast['with_prefill_tok_s'] / slow['with_prefill_tok_s']:.1f}x with the "
-        "prompt's time in the denominator. **A common term hides the steps**"
+        f"at {at} positions {slow['form']} and {fast['form']} differ {bare:.1f}x in step time, and "
+        f"{whole:.1f}x with the prompt's time in the denominator. **A common term hides the steps**"
     )
 
 
