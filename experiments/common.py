@@ -113,5 +113,8 @@ def keep(figure: Any, name: str, source: Path) -> None:
     PICTURES.mkdir(exist_ok=True)
     figure.tight_layout()
     about = f"drawn from {source.name} {digest(source)}"
-    figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None, "Description": about})
+    figure.savefig(
+        PICTURES / f"{name}.svg", bbox_inches="tight",
+        metadata={"Date": None, "Description": about},
+    )  # fmt: skip
     plt.close(figure)
