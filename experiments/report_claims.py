@@ -100,7 +100,8 @@ def equal_columns(read: Read) -> str | None:
     with_prompt = fast["with_prefill_tok_s"] / slow["with_prefill_tok_s"]
     return (
         f"at {at} positions {slow['form']} and {fast['form']} differ {bare:.1f}x in step time, and "
-        f"{with_prompt:.1f}x with the prompt's time in the denominator. **A common term hides the steps**"
+        f"{with_prompt:.1f}x with the prompt's time in the denominator. **A common term hides the "
+        "steps**"
     )
 
 
