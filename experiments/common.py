@@ -30,7 +30,10 @@ def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument(
-        "--json", type=Path, default=RESULTS / f"{name}.json", help="where the result goes"
+        "--json",
+        type=Path,
+        default=RESULTS / f"{name}.json",
+        help="where the result goes (of the CPU device NAME_cpu.json)",
     )
     made.add_argument("--quick", action="store_true", help="fewer cases and rounds")
     return made
@@ -58,10 +61,18 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
+def other_place(path: Path, device: str) -> Path:
+    """Results of the CPU device do not overwrite a GPU's: they have a file of their own, unless
+    another one was named."""
+    if device == "cpu" and path.parent == RESULTS:
+        return path.with_name(f"{path.stem}_cpu.json")
+    return path
+
+
 def save(name: str, path: Path, device: str, fields: dict[str, Any], quick: bool = False) -> None:
     """Write a result file. Its `load` is the machine's, the script's own part included: times of a
     CPU that others used at the same time are worth little."""
-    origin = provenance()
+    path, origin = other_place(path, device), provenance()
     result = {
         "about": f"python -m experiments.{name}" + (" --quick" if quick else ""),
         "device": origin.get("gpu", "cuda") if device == "cuda" else "cpu",
@@ -102,5 +113,8 @@ def keep(figure: Any, name: str, source: Path) -> None:
     PICTURES.mkdir(exist_ok=True)
     figure.tight_layout()
     about = f"drawn from {source.name} {digest(source)}"
-    figure.savefig(PICTURES / f"{name}.svg", metadata={"Date": None, "Description": about})
+    figure.savefig(
+        PICTURES / f"{name}.svg", bbox_inches="tight",
+        metadata={"Date": None, "Description": about},
+    )  # fmt: skip
     plt.close(figure)

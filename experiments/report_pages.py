@@ -12,9 +12,9 @@ from typing import Any
 Result = dict[str, Any]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> list[str]:
     """Markdown."""
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines = [f"| {' | '.join(map(str, head))} |", "|" + "---|" * len(head)]
     return lines + [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 
@@ -85,8 +85,7 @@ def pdl_steps(r: Result) -> list[str]:
         "The honest rival: the same phases, one kernel each, in a graph whose edges are "
         "programmatic, so that each streams weights before it waits. A verify step from tokens to "
         f"choices, us; the logits are compared bit for bit. {verdict} A graph still needs a host "
-        "to replay it, and this one verifies only: the drafter, the tree and the commit of the "
-        "kernel's step have no such form here.",
+        "to replay it. (Whole speculative steps of both: above and below.)",
         "",
         *table(["step", *first, "graph_pdl / kernel", "same bits"], rows),
     ]
@@ -160,7 +159,12 @@ def context_sweep(r: Result) -> list[str]:
     forms = list(dict.fromkeys(case["form"] for case in r["cases"]))
 
     def cell(form: str, n: int, key: str) -> str:
-        return f"{by[form, n][key]:.0f}" if (form, n) in by else ""
+        value = by.get((form, n), {}).get(key)
+        return "" if value is None else f"{value:.0f}"
+
+    def rate(form: str, n: int) -> str:
+        whole = cell(form, n, "with_prefill_tok_s")
+        return cell(form, n, "tok_s") + (f" ({whole})" if whole else "")
 
     lines = [
         f"{r['model']}, {r['rows']} rows, acceptance {r['acceptance']}. us a step:",
@@ -172,16 +176,7 @@ def context_sweep(r: Result) -> list[str]:
         "",
         *table(
             ["", *contexts],
-            [
-                [
-                    f,
-                    *(
-                        f"{cell(f, n, 'tok_s')} ({cell(f, n, 'with_prefill_tok_s')})"
-                        for n in contexts
-                    ),
-                ]
-                for f in forms
-            ],
+            [[f, *(rate(f, n) for n in contexts)] for f in forms],
         ),
     ]
     if "megakernel" in forms:
@@ -226,15 +221,19 @@ def dram_trace(r: Result) -> list[str]:
 
 def kv_fragmentation(r: Result) -> list[str]:
     names = list(r["cases"][0]["us"])
-    worst = max(
-        c["us"]["pages of 64 shuffled"] / c["us"]["pages of 64 in order"] for c in r["cases"]
-    )
-    single = max(c["us"]["single rows shuffled"] / c["us"]["contiguous"] for c in r["cases"])
+
+    def worst(of: str, over: str) -> float:
+        return max(c["us"][of] / c["us"][over] for c in r["cases"])
+
+    shuffled = worst("pages of 64 shuffled", "pages of 64 in order")
+    single = worst("single rows shuffled", "pages of 64 in order")
+    paged = worst("pages of 64 in order", "contiguous")
     return [
-        f"One layer's attention of {r['rows']} rows, us. Shuffling pages of 64 costs at most "
-        f"{worst - 1:.0%} over the same pages in order; single rows cost up to {single:.1f}x "
-        "contiguous keys. So a defragmentation has something to win only where a page is one "
-        "position; choosing larger pages wins the same for nothing.",
+        f"One layer's attention of {r['rows']} rows, us. Over pages of 64 that lie in order, the "
+        f"same pages shuffled cost at most {shuffled - 1:+.0%}, single rows all over the pool "
+        f"{single - 1:+.0%}: that is all a defragmentation could win. What this kernel pays for, "
+        f"up to {paged:.1f}x contiguous keys, is looking a page up for every key, in order or not; "
+        "a kernel that copies whole pages looks up one in 64.",
         "",
         *table(
             ["", *names],
@@ -277,8 +276,9 @@ def verify_attention(r: Result) -> list[str]:
 def compaction(r: Result) -> list[str]:
     names = list(r["cases"][0]["us"])
     return [
-        f"Moving the accepted path {list(r['path'])} to its places, all layers, us. It moves a few "
-        "hundred kilobytes: what it costs is launches.",
+        f"Moving the accepted path {list(r['path'])} to its places, all layers, us. It moves less "
+        "than half a megabyte: what it costs is launches, and a graph pays them even where there "
+        "is nothing to move.",
         "",
         *table(
             ["", "bytes", *names],

@@ -29,7 +29,7 @@ def baseline_steps(r: Result) -> Any:
     at = next(iter(next(iter(forms.values()))["steps"]))
     shown = {form: row["steps"][at] for form, row in forms.items() if at in row["steps"]}
     figure, axes = picture(
-        f"What the host leaves of a step: {model}, {r['rows']} rows at {at} positions",
+        f"Fusing moves more than the host: {model}, {r['rows']} rows at {at} positions",
         "us per step", "", (7.2, 3.4),
     )  # fmt: skip
     names = list(shown)[::-1]
@@ -127,6 +127,5 @@ DRAWN: dict[str, Callable[[Result], Any]] = {
 
 
 def draw(name: str, result: Result) -> None:
-    """Draw an experiment's picture, if it has one."""
-    if name in DRAWN:
-        keep(DRAWN[name](result), name, RESULTS / f"{name}.json")
+    """Draw an experiment's picture."""
+    keep(DRAWN[name.removesuffix("_cpu")](result), name, RESULTS / f"{name}.json")

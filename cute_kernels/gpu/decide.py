@@ -26,13 +26,13 @@ from cute_kernels.gpu.board import ROW_WORDS, Board, Desc, RowWord, Segment
 from cute_kernels.gpu.core import arg, desc_word, note_phase
 from cute_kernels.gpu.prefix import (
     DONE,
+    ESTIMATE,
     GATHER,
     HISTOGRAM,
     INF,
     LOWEST,
     MAXIMA_AT,
     QUADS,
-    SURVEY,
     W,
     check,
     entry_id,
@@ -196,7 +196,7 @@ def find_prefix(k: cutlass.Constexpr, row: Int64, limit: Int32, temperature: Flo
         few = (1 - by_mass) & Int32(limit <= most)
         state = sync.select_int(few != 0, Int32(GATHER), Int32(HISTOGRAM))
         if k.tid == 0:
-            state = sync.select_int(by_mass != 0, Int32(SURVEY), state)
+            state = sync.select_int(by_mass != 0, Int32(ESTIMATE), state)
             open_search(k, Int64(limit), state)
         # of top-p fewer: sorting is quadratic, and the end is mostly among the first hundred
         rank = sync.select_int(by_mass != 0, most - (most >> 2) + (most >> 4), most)

@@ -80,6 +80,11 @@ def mass(value, largest, inverse):
     return ptx_read(_MASS_TEXT, [Int64], x)
 
 
+def whole(x):
+    """Rounded towards zero, as 64 bits."""
+    return ptx_read("cvt.rzi.s64.f32 {$w0}, {$r0};", [Int64], x)
+
+
 # -- fp64: scores, by few threads ----------------------------------------------------------------
 def _log_text(x, out):
     """ln of a positive, finite, normal fp64: registers `x` -> `out` (of the surrounding block)."""

@@ -13,15 +13,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import exact, sync
+from cute_kernels.gpu.fragments import exp2
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.topk import key_of, value_of
 
 LISTED = 512  # entries of a list, 8 bytes each: order key of the value, complemented, above the id
 BINS = 256
 QUADS = 4  # vectors of four logits that a thread has in hand
+MASS = 2.0**44
+LOG2_E = 1.4426950408889634
 LOWEST, INF = -3.4028234663852886e38, float("inf")
 FIRST_ID = 1 << 18  # of -x, where ids take the logits' place: all have the same exponent
-SURVEY, GATHER, HISTOGRAM, DONE = range(4)
+ESTIMATE, SURVEY, GATHER, HISTOGRAM, DONE = range(5)
 
 
 class W(IntEnum):
@@ -45,7 +48,8 @@ class W(IntEnum):
     GUESS = 15  # which of them some GUESSED tokens reach
     BEFORE = 16  # 64 bits: what is at or above HIGH
     LIMIT = 18  # 64 bits
-    REACH = 20  # of race.py
+    MOST = 20  # 64 bits: what the limit is at most, where LIMIT is what it is at least
+    REACH = 22  # of race.py
 
 
 CONTROL_BYTES = 4 * (W.REACH + 1)
@@ -155,13 +159,14 @@ def append(k: cutlass.Constexpr, x: Float32, token: Int32):
 
 
 @cute.jit
-def survey(k: cutlass.Constexpr, row: Int64, temperature: Float32):
-    """Mass of the prefix so far, per warp into the sorted list's place; its tokens with LOW <= x
-    into the list, in any order."""
+def survey(k: cutlass.Constexpr, row: Int64, temperature: Float32, exactly: Int32):
+    """Mass of the prefix so far, or an estimate, per warp into the sorted list's place; its tokens
+    with LOW <= x into the list, in any order."""
     threads = k.c.warps * 32
     cut, last, largest = number(k, W.CUT), word(k, W.LAST), number(k, W.LARGEST)
     inverse, total, first = exact.inverse_temperature(temperature), Int64(0), Int32(0)
-    floor = value_of(Uint32(word(k, W.LOW)))
+    floor, about = value_of(Uint32(word(k, W.LOW))), Float32(0.0)
+    scale = sync.least(inverse * LOG2_E, Float32(-LOWEST))
     # exp(-31) < 2^-44: nothing below has mass
     low = exact.minus(largest, exact.times(Float32(31.0), temperature))
     low = sync.least(sync.maximum([low, cut]), floor)
@@ -178,8 +183,12 @@ def survey(k: cutlass.Constexpr, row: Int64, temperature: Float32):
             most = sync.maximum([now[e] for e in range(4)])
             if most >= low:
                 token = 4 * (first + i * threads + k.tid)
-                for e in cutlass.range_constexpr(4):
-                    total = total + exact.mass(now[e], largest, inverse)
+                if exactly != 0:
+                    for e in cutlass.range_constexpr(4):
+                        total = total + exact.mass(now[e], largest, inverse)
+                else:
+                    weights = [exp2((now[e] - largest) * scale) for e in range(4)]
+                    about = about + ((weights[0] + weights[1]) + (weights[2] + weights[3]))
                 if most >= floor:
                     for e in cutlass.range_constexpr(4):
                         if now[e] >= floor:
@@ -191,6 +200,10 @@ def survey(k: cutlass.Constexpr, row: Int64, temperature: Float32):
     # a thread's sum has at most 57 bits: 2^13 tokens of 2^44
     parts = [sync.warp_reduce("add", Uint32(total >> (20 * i)) & 0xFFFFF) for i in range(3)]
     total = Int64(parts[0]) + (Int64(parts[1]) << 20) + (Int64(parts[2]) << 40)
+    for d in cutlass.range_constexpr(5):
+        about = about + cute.arch.shuffle_sync_bfly(about, offset=1 << d)
+    if exactly == 0:
+        total = exact.whole(about * MASS)
     if k.lane == 0:
         sync.sts_long(k.red + SORTED_AT + 8 * k.wid, total)
 

@@ -4,7 +4,8 @@ The prefix has the tokens with less than a *limit* before them, in tokens (top-k
 their weights (top-p, integers of 2^-44, so that sums do not depend on their order).
 
     gather     a pass over the row: (logit, id) of at most LISTED tokens between two values
-    survey     the same, and all mass, of which top-p takes its part
+    survey     the same, and all mass, of which top-p takes its part; first as an estimate whose
+               error is bounded, which nearly always leaves no doubt where the prefix ends
     sort       of these, in shared memory, and the end of the prefix among them
     histogram  a pass over the row: mass and number by 256 parts of a window of values
 
@@ -27,6 +28,7 @@ from cute_kernels.gpu import exact, sync
 from cute_kernels.gpu.prefix import (
     BINS,
     DONE,
+    ESTIMATE,
     FIRST_ID,
     GATHER,
     HISTOGRAM,
@@ -110,19 +112,23 @@ def mass_before(k: cutlass.Constexpr, i: Int32, n: Int32, temperature: Float32):
 
 @cute.jit
 def count_kept(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Float32):
-    """Warp 0: entries of the list with less than LIMIT before them, where BEFORE is before all; and
-    what is before the tokens that follow the list."""
+    """Warp 0: entries of the list with less than LIMIT before them, where BEFORE is before all;
+    those with less than MOST; and what is before the tokens that follow the list."""
     before, limit = sync.lds_long(at(k, W.BEFORE)), sync.lds_long(at(k, W.LIMIT))
     kept, beyond = Int32(cutlass.min(limit - before, Int64(n))), before + Int64(n)
+    kept_most = kept
     if by_mass != 0:
-        kept, first, beyond = Int32(0), Int32(0), before
+        kept, kept_most, first, beyond = Int32(0), Int32(0), Int32(0), before
+        most = sync.lds_long(at(k, W.MOST))
         while first < n:
             mine, upto = mass_before(k, first + k.lane, n, temperature)
-            stays = Int32(first + k.lane < n) & Int32(beyond + upto - mine < limit)
+            here, is_there = beyond + upto - mine, Int32(first + k.lane < n)
+            stays, may_stay = is_there & Int32(here < limit), is_there & Int32(here < most)
             kept = kept + Int32(sync.warp_reduce("add", Uint32(stays)))
+            kept_most = kept_most + Int32(sync.warp_reduce("add", Uint32(may_stay)))
             beyond = beyond + last_lane(upto)
             first = first + 32
-    return kept, beyond
+    return kept, kept_most, beyond
 
 
 def last_lane(v):
@@ -144,15 +150,21 @@ def end_in_list(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Flo
     """Warp 0: CUT, LAST and KEPT from the sorted list. If that was only a part of the prefix, but
     the prefix is short enough, it is gathered next; if the limit was not reached, what lies below
     is looked at."""
-    kept, beyond = count_kept(k, n, by_mass, temperature)
+    kept, kept_most, beyond = count_kept(k, n, by_mass, temperature)
     final, ties, low = entry(k, kept - 1), word(k, W.TIES), Uint32(word(k, W.LOW))
     is_whole = Int32(sync.lds_long(at(k, W.BEFORE)) == 0) & (1 - ties)
     limit = sync.lds_long(at(k, W.LIMIT))
     is_short = Int32(limit <= LISTED) & (1 - by_mass)
     cut = sync.choose(ties != 0, number(k, W.VALUE), entry_value(final))
     cute.arch.sync_warp()
+    # an estimate will do if every limit that it allows for ends the prefix at the same token
+    most = sync.lds_long(at(k, W.MOST))
+    vague = by_mass & Int32(most > limit) & (Int32(kept != kept_most) | Int32(beyond < most))
     if k.lane == 0:
-        if (beyond < limit) & (low > LOWEST_KEY):
+        if vague != 0:
+            put(k, W.FOUND, Int32(0))
+            put(k, W.STATE, Int32(SURVEY))
+        elif (beyond < limit) & (low > LOWEST_KEY):
             sync.sts_long(at(k, W.BEFORE), beyond)
             put(k, W.ABOVE, word(k, W.ABOVE) + n)
             put(k, W.HIGH, low)
@@ -174,12 +186,15 @@ def end_in_list(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Flo
 
 # -- the search ----------------------------------------------------------------------------------
 @cute.jit
-def set_limit(k: cutlass.Constexpr, top_p: Float32):
+def set_limit(k: cutlass.Constexpr, top_p: Float32, exactly: Int32):
     """One thread, behind `survey` and a barrier."""
-    total = Int64(0)
+    total, off = Int64(0), Int64(0)
     for w in cutlass.range_constexpr(k.c.warps):
         total = total + sync.lds_long(k.red + SORTED_AT + 8 * w)
-    sync.sts_long(at(k, W.LIMIT), exact.mass_limit(top_p, total))
+    if exactly == 0:  # fp32 sums of up to 2^10 approximate weights a thread, masses rounded down
+        off = (total >> 12) + (1 << 18)
+    sync.sts_long(at(k, W.LIMIT), exact.mass_limit(top_p, cutlass.max(total - off, Int64(0))))
+    sync.sts_long(at(k, W.MOST), exact.mass_limit(top_p, total + off))
 
 
 def guess(parts):
@@ -228,6 +243,7 @@ def open_search(k: cutlass.Constexpr, limit: Int64, state: Int32):
     put(k, W.FOUND, Int32(0))
     sync.sts_long(at(k, W.BEFORE), Int64(0))
     sync.sts_long(at(k, W.LIMIT), limit)
+    sync.sts_long(at(k, W.MOST), limit)
     put(k, W.KEPT, Int32(-1))
 
 
@@ -329,23 +345,27 @@ def search(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float3
             if k.wid == 0:
                 next_window(k)
         else:
-            if state == SURVEY:
-                survey(k, row, temperature)
-            else:
+            exactly = Int32(state == SURVEY)
+            if state == GATHER:
                 gather(k, row)
+            else:
+                survey(k, row, temperature, exactly)
             sync.consumer_sync(threads)
             n = word(k, W.FOUND)
-            if state == SURVEY:
+            if state != GATHER:
                 if k.tid == 0:
-                    set_limit(k, top_p)
+                    set_limit(k, top_p, exactly)
             sync.consumer_sync(threads)
             if n <= LISTED:
                 sort(k, n)
                 sync.consumer_sync(threads)
                 if k.wid == 0:
                     end_in_list(k, n, by_mass, temperature)
-            elif k.tid == 0:  # the maxima were a poor guess
+            elif k.tid == 0:
                 put(k, W.FOUND, Int32(0))
-                put(k, W.STATE, Int32(HISTOGRAM))
+                if state == ESTIMATE:
+                    put(k, W.STATE, Int32(SURVEY))
+                else:  # the maxima were a poor guess
+                    put(k, W.STATE, Int32(HISTOGRAM))
         sync.consumer_sync(threads)
         state = word(k, W.STATE)

@@ -23,8 +23,10 @@ BUILT = [
     ("odd-960", "sm_90a", "script"),
     ("odd-768", "sm_90a", "script"),
 ]
-# bytes of stack: what is carried from phase to phase may lie there
-MOST_STACK = 400
+# Bytes of stack: what is carried from phase to phase may lie there. More is seen where an array of
+# registers is made in a loop and filled under a condition only: it then lives through the whole
+# kernel (give it values where it is made).
+MOST_STACK = 256
 
 
 @pytest.fixture(scope="module")

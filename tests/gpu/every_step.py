@@ -1,6 +1,6 @@
 """One launch with a step of every kind, for a checker of memory accesses:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --kernel-regex kns=md_kernel \\
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --kernel-name kns=md_kernel \\
         python -m tests.gpu.every_step DIR                (tests.gpu.kernels builds DIR)
 
 Without the cache every buffer is an allocation of its own, so that an access beyond it shows. A

@@ -1,0 +1,142 @@
+"""What others have claimed or suspected about idle GPUs in speculative decoding, and what our own
+figures say to it. Each line stands only where its result file does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from experiments.report_pages import table
+
+Result = dict[str, Any]
+Read = Callable[[str], Result | None]
+
+HOST, FUSED = "graph_host_tree", "graph_host_tree, split-KV, fused"
+
+
+def tree(read: Read) -> str | None:
+    built, steps = read("tree_build"), read("baseline_steps")
+    if built is None or steps is None:
+        return None
+    row = next(r for r in built["rows"] if r["budget"] == 16)
+    heap, best = row["us"]["python heap + mask"], min(row["us"].values())
+    forms = next(iter(steps["models"].values()))
+    step = next(iter(forms[HOST]["steps"].values()))["us"]
+    said = (
+        f"{heap / best:.1f}x over the fastest host builder at B = 16, and {heap / step:.1%} of a "
+    )
+    said += f"{HOST} step, {heap:.0f} of {step:.0f} us"
+    sweep = read("context_sweep") or {"cases": []}
+    ours = next((c for c in sweep["cases"] if c["form"] == "megakernel"), None)
+    if ours is not None:
+        tree_us, whole = ours["split_us"]["tree"], ours["us"]
+        said += f"; ranks and tree inside the kernel take {tree_us:.0f} of {whole:.0f} us"
+    return said + (". **Not the bottleneck**" if heap < 0.05 * step else ". **It matters here**")
+
+
+def attention(read: Read) -> str | None:
+    r = read("verify_attention")
+    if r is None:
+        return None
+    by = {row["case"]: row["us"] for row in r["steps"]}
+    slow, fast = by["torch, masked"], by["64 splits"]
+    ratios = ", ".join(f"{slow[n] / fast[n]:.1f}x at {n}" for n in slow if n in fast)
+    few = by["16 splits, value by value"]
+    own = ", ".join(f"{few[n] / fast[n]:.2f}x at {n}" for n in fast)
+    return (
+        f"against torch's masked attention a whole step gains {ratios}; from 16 splits and scalar "
+        f"loads to 64 splits and vector loads {own}. **It depends on the context**"
+    )
+
+
+def gaps(read: Read) -> str | None:
+    r = read("step_breakdown")
+    if r is None or "switches" not in r:
+        return None
+    rows = [
+        f"{name}: {row['us']:.0f} us a step, idle {row['dram']['idle_share']:.0%}"
+        for name, row in r["switches"].items()
+        if row["dram"]
+    ]
+    if not rows:
+        return None
+    return "; ".join(rows) + ". **Idle samples alone do not name the cause**"
+
+
+def fragmentation(read: Read) -> str | None:
+    r = read("kv_fragmentation")
+    if r is None:
+        return None
+    worst = max(
+        c["us"]["pages of 64 shuffled"] / c["us"]["pages of 64 in order"] for c in r["cases"]
+    )
+    verdict = "Nothing to win" if worst < 1.05 else "Something to win"
+    return f"shuffling pages of 64 costs at most {worst - 1:+.0%}. **{verdict}**"
+
+
+def marshaling(read: Read) -> str | None:
+    r = read("marshaling")
+    if r is None:
+        return None
+    us = r["cases"][0]["us"]
+    lists = max(v for k, v in us.items() if k.startswith("lists"))
+    return (
+        f"up to {lists:.0f} us a step with lists and full masks, {us['pinned']:.0f} us packed, of "
+        f"which {us['none']:.0f} are the wait. **True for careless code, and cheap to mend**"
+    )
+
+
+def equal_columns(read: Read) -> str | None:
+    r = read("context_sweep")
+    if r is None:
+        return None
+    whole = [c for c in r["cases"] if "with_prefill_tok_s" in c]
+    at = max(c["context"] for c in whole if c["form"] == HOST)
+    cases = {c["form"]: c for c in whole if c["context"] == at}
+    if len(cases) < 2:
+        return None
+    slow, fast = (f(cases.values(), key=lambda c: c["us"]) for f in (max, min))
+    bare = slow["us"] / fast["us"]
+    with_prompt = fast["with_prefill_tok_s"] / slow["with_prefill_tok_s"]
+    return (
+        f"at {at} positions {slow['form']} and {fast['form']} differ {bare:.1f}x in step time, and "
+        f"{with_prompt:.1f}x with the prompt's time in the denominator. **A common term hides the "
+        "steps**"
+    )
+
+
+def stalls(read: Read) -> str | None:
+    r = read("host_stall")
+    if r is None:
+        return None
+    return (
+        "; ".join(
+            f"{form} keeps " + ", ".join(
+                f"{row['kept']:.0%} ({name})" for name, row in rows.items() if name != "none"
+            )
+            for form, rows in r["contenders"].items()
+        )
+        + ". **What is host-driven loses what the host loses**"
+    )  # fmt: skip
+
+
+CLAIMS: tuple[tuple[str, Callable[[Read], str | None]], ...] = (
+    ("A tree builder that is hundreds of times faster removes the gap", tree),
+    ("A better verify attention makes decoding several times faster at every length", attention),
+    ("Idle DRAM and tensor pipes show that the CPU is to blame", gaps),
+    ("Scattered pages should be defragmented", fragmentation),
+    ("Marshaling is worth optimising", marshaling),
+    (
+        "Two systems with the same tokens per second at long contexts are equally fast",
+        equal_columns,
+    ),
+    ("A GPU that waits for Python stops when Python does", stalls),
+)
+
+
+def claims(read: Read) -> list[str]:
+    """The table, or nothing without results."""
+    rows = [(claim, said) for claim, say in CLAIMS if (said := say(read)) is not None]
+    if not rows:
+        return []
+    return ["## What is claimed, and what the figures say", "", *table(["claim", "here"], rows)]
