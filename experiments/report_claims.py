@@ -90,17 +90,18 @@ def equal_columns(read: Read) -> str | None:
     r = read("context_sweep")
     if r is None:
         return None
-    forms = list(dict.fromkeys(c["form"] for c in r["cases"]))
-    at = max(c["context"] for c in r["cases"] if c["form"] == forms[-1])
-    cases = {c["form"]: c for c in r["cases"] if c["context"] == at}
+    whole = [c for c in r["cases"] if "with_prefill_tok_s" in c]
+    at = max(c["context"] for c in whole if c["form"] == HOST)
+    cases = {c["form"]: c for c in whole if c["context"] == at}
     if len(cases) < 2:
         return None
     slow, fast = (f(cases.values(), key=lambda c: c["us"]) for f in (max, min))
     bare = slow["us"] / fast["us"]
-    whole = fast["with_prefill_tok_s"] / slow["with_prefill_tok_s"]
+    with_prompt = fast["with_prefill_tok_s"] / slow["with_prefill_tok_s"]
     return (
         f"at {at} positions {slow['form']} and {fast['form']} differ {bare:.1f}x in step time, and "
-        f"{whole:.1f}x with the prompt's time in the denominator. **A common term hides the steps**"
+        f"{with_prompt:.1f}x with the prompt's time in the denominator. **A common term hides the "
+        "steps**"
     )
 
 

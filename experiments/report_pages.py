@@ -159,7 +159,12 @@ def context_sweep(r: Result) -> list[str]:
     forms = list(dict.fromkeys(case["form"] for case in r["cases"]))
 
     def cell(form: str, n: int, key: str) -> str:
-        return f"{by[form, n][key]:.0f}" if (form, n) in by else ""
+        value = by.get((form, n), {}).get(key)
+        return "" if value is None else f"{value:.0f}"
+
+    def rate(form: str, n: int) -> str:
+        whole = cell(form, n, "with_prefill_tok_s")
+        return cell(form, n, "tok_s") + (f" ({whole})" if whole else "")
 
     lines = [
         f"{r['model']}, {r['rows']} rows, acceptance {r['acceptance']}. us a step:",
@@ -171,16 +176,7 @@ def context_sweep(r: Result) -> list[str]:
         "",
         *table(
             ["", *contexts],
-            [
-                [
-                    f,
-                    *(
-                        f"{cell(f, n, 'tok_s')} ({cell(f, n, 'with_prefill_tok_s')})"
-                        for n in contexts
-                    ),
-                ]
-                for f in forms
-            ],
+            [[f, *(rate(f, n) for n in contexts)] for f in forms],
         ),
     ]
     if "megakernel" in forms:

@@ -1,7 +1,8 @@
-"""The wire's tests without a GPU: the same tests, the echo kernel translated to C.
+"""Tests of device code without a GPU: kernels translated to C.
 
-What they find is what the protocol does, under many interleavings, but with a memory stronger than
-a GPU's: what only its weaker order breaks is seen on a device alone.
+What they find is what the code does, under many interleavings, but with a memory stronger than a
+GPU's: what only its weaker order breaks, and what ptxas makes of the code, is seen on a device
+alone.
 """
 
 import os
@@ -24,9 +25,15 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def echo():
+def folder():
+    """Where translations are kept."""
     if COMPILER is None:
         pytest.skip("no C compiler")
     pytest.importorskip("cutlass")
     home = os.environ.get("MEGADECODE_CACHE", pathlib.Path.home() / ".cache" / "megadecode")
-    return Emulated(3, pathlib.Path(home) / "emulated")
+    return pathlib.Path(home) / "emulated"
+
+
+@pytest.fixture(scope="session")
+def echo(folder):
+    return Emulated(3, folder)

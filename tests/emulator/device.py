@@ -20,23 +20,45 @@ HERE = pathlib.Path(__file__).parent
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 
-def compile_c(ptx: str, folder: pathlib.Path) -> ctypes.CDLL:
+UNITS = 4  # C files that a translation is cut into
+
+
+def compile_c(ptx: str, folder: pathlib.Path, optimise: int = 0) -> ctypes.CDLL:
     """The translation as a library, in `folder` under a name that says what it was made from."""
-    code = Translator(ptx).code()
+    header, functions, to_all = Translator(ptx).translate()
     runtime = (HERE / "warp.c").read_text()
-    at = folder / hashlib.sha256((code + runtime).encode()).hexdigest()[:16]
+    whole = "".join((header, *functions, runtime, str(optimise)))
+    at = folder / hashlib.sha256(whole.encode()).hexdigest()[:16]
     library = at / "kernel.so"
     if not library.exists():
         at.mkdir(parents=True, exist_ok=True)
-        (at / "kernel.h").write_text(code)
+        (at / "kernel.h").write_text(header)
         (at / "warp.c").write_text(runtime)
+        n, names = len(functions), []
+        for unit in range(UNITS):
+            part = functions[unit * n // UNITS : (unit + 1) * n // UNITS]
+            names.append(f"unit{unit}")
+            (at / f"unit{unit}.c").write_text("\n".join(('#include "warp.c"', *part)))
+        declared = "".join(f"Block block{i};\n" for i in range(n))
+        table = ", ".join(f"block{i}" for i in range(n))
+        flags = ", ".join(str(int(some)) for some in to_all)
+        (at / "grid.c").write_text(
+            f'#define GRID\n#include "warp.c"\n{declared}Block *const blocks[] = {{{table}}};\n'
+            f"const u8 speaks_to_all[] = {{{flags}}};\n"
+        )
         assert COMPILER is not None
-        command = [COMPILER, "-O0", "-shared", "-fPIC", "-w", "-o", "kernel.new", "warp.c", "-lm"]
+        # a product and a sum are rounded one after the other, as on the device
+        flags_of_c = [f"-O{optimise}", "-ffp-contract=off", "-fPIC", "-w"]
+        for name in (*names, "grid"):
+            command = [COMPILER, *flags_of_c, "-c", "-o", f"{name}.o", f"{name}.c"]
+            subprocess.run(command, cwd=at, check=True)
+        objects = [f"{name}.o" for name in (*names, "grid")]
+        command = [COMPILER, "-shared", "-o", "kernel.new", *objects, "-lm"]
         subprocess.run(command, cwd=at, check=True)
         (at / "kernel.new").rename(library)
     found = ctypes.CDLL(str(library))
-    found.start.argtypes = [ctypes.c_void_p, *[ctypes.c_uint32] * 3, ctypes.c_uint64]
-    found.run_all.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32]
+    numbers = [ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64]
+    found.run_grid.argtypes = [*numbers, ctypes.c_void_p, ctypes.c_uint32]
     return found
 
 
@@ -61,7 +83,7 @@ class Emulated:
         return Memory()
 
     def device(self, args: int, **how: Any) -> EmulatedDevice:
-        return EmulatedDevice(self.library, args, **how)
+        return EmulatedDevice(self.library, args, 64, **how)
 
     def wait(self) -> None:
         """All memory is the host's."""
@@ -81,37 +103,31 @@ class Memory:
 
 
 class EmulatedDevice:
-    """Of `ctas` CTAs a thread each, and the service warp of the first. See host.cuda.CudaDevice."""
+    """All warps of all CTAs, in a thread of the host. See host.cuda.CudaDevice."""
 
     name = "emulated"
     worker_name = "CTA"
 
     def __init__(
-        self, library: ctypes.CDLL, args: int, *, workers: int, control: np.ndarray,
-        operations: Sequence[str], **_: Any,
+        self, library: ctypes.CDLL, args: int, threads: int, *, workers: int,
+        control: np.ndarray, operations: Sequence[str], **_: Any,
     ) -> None:  # fmt: skip
         self.workers, self.operations = workers, tuple(operations)
         self.crash: BaseException | None = None
-        self._library, self._args, self._control = library, args, control
+        self._library, self._args, self._threads, self._control = library, args, threads, control
         self._stop, self._status, self._launches = ctypes.c_int(0), 0, 0
         self._thread: threading.Thread | None = None
 
     def launch(self) -> None:
         if self._thread:
             self._thread.join()
-        library, n = self._library, self.workers + 1
-        size = library.warp_bytes() // 8 + 1
-        memory = np.zeros((n, size), np.int64)
-        warps = (ctypes.c_void_p * n)(*(row.ctypes.data for row in memory))
-        for cta in range(self.workers):
-            library.start(warps[cta], 1, 0, cta, self._args)
-        library.start(warps[self.workers], 32, 32, 0, self._args)
         self._launches += 1
-        seed = self._launches
+        seed, stop = self._launches, ctypes.byref(self._stop)
 
         def run() -> None:
-            held = memory, warps
-            self._status = library.run_all(held[1], n, ctypes.byref(self._stop), seed)
+            self._status = self._library.run_grid(
+                self.workers, self._threads, self._args, stop, seed
+            )
 
         self._thread = threading.Thread(target=run, daemon=True, name="emulated-device")
         self._thread.start()
