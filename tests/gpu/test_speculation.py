@@ -168,7 +168,8 @@ def test_tau_is_the_cpu_devices(engine, policy):
 @pytest.mark.parametrize("policy", ["chain", "N16", "N64"])
 def test_keys_and_values_after_200_rounds(model, policy):
     """The target's are plain decoding's, bit for bit; of target and drafter they are as near to
-    fp32 as twice torch's bf16, and so a fresh prefill's; no position is another's. Paths skip rows: of the truths, some are second candidates."""
+    fp32 as twice torch's bf16, and so a fresh prefill's; no position is another's. Paths skip rows:
+    of the truths, some are second candidates."""
     prompt, new = PROMPTS[0], 900
     blank = propose([0], 0, vocab=model.config.vocab)
     engine = make(model, draft="auto", budget=127, script=blank, kernels=KERNELS)
