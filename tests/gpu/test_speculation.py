@@ -167,14 +167,18 @@ def test_tau_is_the_cpu_devices(engine, policy):
 # -- what stands in the pages --------------------------------------------------------------------
 @pytest.mark.parametrize("policy", ["chain", "N16", "N64"])
 def test_keys_and_values_after_200_rounds(model, policy):
-    """Of target and drafter: as near to fp32 as twice torch's bf16, and so a fresh prefill's; no
-    position is another's. Paths skip rows: of the truths, some are second candidates."""
+    """The target's are plain decoding's, bit for bit; of target and drafter they are as near to
+    fp32 as twice torch's bf16, and so a fresh prefill's; no position is another's. Paths skip rows:
+    of the truths, some are second candidates."""
     prompt, new = PROMPTS[0], 900
     blank = propose([0], 0, vocab=model.config.vocab)
     engine = make(model, draft="auto", budget=127, script=blank, kernels=KERNELS)
     try:
         set_policy(engine, 0)
         text = one(engine, prompt, max_new_tokens=new)
+        ids = prompt + text.token_ids[:-1]
+        kept = len(ids) - engine.drafter.config.block_size  # the last step's are not moved yet
+        plainly = keys_values(engine, kept)
         said = propose(text.token_ids, len(prompt), vocab=model.config.vocab, acceptance=0.75)
         play(engine, said)
         set_policy(engine, *POLICIES[policy])
@@ -182,9 +186,8 @@ def test_keys_and_values_after_200_rounds(model, policy):
         assert exact(result) == exact(text)
         assert result.stats.steps > 200
         assert min(result.stats.accepted[1:]) > 0, "some count was never accepted"
-        ids = prompt + text.token_ids[:-1]
-        kept = len(ids) - engine.drafter.config.block_size  # the last step's are not yet drafted
         after = [*keys_values(engine, kept), *keys_values(engine, kept, drafter=True)]
+        assert all(torch.equal(a, b) for a, b in zip(after, plainly))
         one(engine, ids, max_new_tokens=4)
         fresh = [*keys_values(engine, kept), *keys_values(engine, kept, drafter=True)]
         args = model, engine.drafter, ids[:kept]
