@@ -5,11 +5,11 @@ GPU's: what only its weaker order breaks, and what ptxas makes of the code, is s
 alone.
 """
 
-import os
 import pathlib
 
 import pytest
 
+from host.cache import cache_home
 from tests.emulator.device import COMPILER, Emulated
 
 HERE = pathlib.Path(__file__).parent
@@ -30,8 +30,7 @@ def folder():
     if COMPILER is None:
         pytest.skip("no C compiler")
     pytest.importorskip("cutlass")
-    home = os.environ.get("MEGADECODE_CACHE", pathlib.Path.home() / ".cache" / "megadecode")
-    return pathlib.Path(home) / "emulated"
+    return cache_home() / "emulated"
 
 
 @pytest.fixture(scope="session")

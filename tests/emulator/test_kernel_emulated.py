@@ -21,7 +21,7 @@ def kernel(request, folder):
         yield kernel
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("rows", [3, 16])
 def test_decode_steps(kernel, rows):
     from tests.gpu.check_decode import check
     from tests.gpu.model import Model
@@ -33,14 +33,14 @@ def test_decode_steps(kernel, rows):
     assert not [name for name, value in r.items() if value is False]
 
 
-@pytest.mark.parametrize(("rows", "committed"), [(17, 0), (33, 64), (128, 200)])
+@pytest.mark.parametrize(("rows", "committed"), [(17, 0), (40, 70)])
 def test_a_tree_in_row_form_is_the_tree_in_decode_form(kernel, rows, committed):
     from tests.gpu.check_rows import check_tree
 
     assert check_tree(kernel, "tiny", rows, committed).startswith("ok")
 
 
-@pytest.mark.parametrize(("rows", "position"), [(1, 0), (70, 64)])
+@pytest.mark.parametrize(("rows", "position"), [(70, 64)])
 def test_a_prompt_leaves_the_drafter_its_context(kernel, rows, position):
     from tests.gpu.check_rows import check_context
 
