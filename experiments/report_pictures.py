@@ -66,7 +66,8 @@ def dram_trace(r: Result) -> Any:
     places = all_axes.flat if len(contenders) > 1 else [all_axes]
     for axes, (form, row) in zip(places, contenders.items()):
         axes.fill_between(row["excerpt_us"], row["excerpt_dram"], color="0.3", step="post", lw=0)
-        axes.set_title(f"{form}: mean {row['dram']['mean_percent']:.0f} %", fontsize=8, loc="left")
+        mean = sum(row["excerpt_dram"]) / len(row["excerpt_dram"])
+        axes.set_title(f"{form}: mean {mean:.0f} %", fontsize=8, loc="left")
         axes.set_ylim(0, 100)
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("us")
