@@ -348,8 +348,8 @@ def host_stall(r: Result) -> list[str]:
     first = next(iter(r["contenders"].values()))
     return [
         f"{r['model']}, {r['rows']} rows: tokens per second while the host is disturbed, and the "
-        "share of the undisturbed rate that is kept. Compare the shares: the rivals' steps commit a "
-        "fixed number of tokens, the megakernel's what its drafter is worth on its text.",
+        "share of the undisturbed rate that is kept. Compare the shares: the rivals' steps commit "
+        "a fixed number of tokens, the megakernel's what its drafter is worth on its text.",
         "",
         *table(
             ["", *first],
