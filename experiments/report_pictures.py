@@ -59,15 +59,14 @@ def context_sweep(r: Result) -> Any:
 def dram_trace(r: Result) -> Any:
     import matplotlib.pyplot as plt
 
-    model, contenders = list(r["models"].items())[-1]
+    model, contenders = next(iter(r["models"].items()))
     figure, all_axes = plt.subplots(
         len(contenders), 1, sharex=True, sharey=True, figsize=(7.2, 1.2 * len(contenders) + 0.8)
     )
     places = all_axes.flat if len(contenders) > 1 else [all_axes]
     for axes, (form, row) in zip(places, contenders.items()):
         axes.fill_between(row["excerpt_us"], row["excerpt_dram"], color="0.3", step="post", lw=0)
-        mean = sum(row["excerpt_dram"]) / len(row["excerpt_dram"])
-        axes.set_title(f"{form}: mean {mean:.0f} %", fontsize=8, loc="left")
+        axes.set_title(f"{form}: mean {row['dram']['mean_percent']:.0f} %", fontsize=8, loc="left")
         axes.set_ylim(0, 100)
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("us")

@@ -23,7 +23,11 @@ def read(name: str) -> dict[str, Any] | None:
 
 def where(result: dict[str, Any]) -> str:
     cpu = result.get("cpu", "")
-    return f"{cpu + ', ' if cpu else ''}{result['date'][:10]}, revision {result['revision']}"
+    busy = result.get("device") == "cpu" and result.get("load", 0) > result.get("cpus", 1)
+    beside = f", other work beside it (load {result['load']})" if busy else ""
+    return (
+        f"{cpu + ', ' if cpu else ''}{result['date'][:10]}, revision {result['revision']}{beside}"
+    )
 
 
 def cpu_speed() -> list[str]:
