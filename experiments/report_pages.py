@@ -211,7 +211,8 @@ def dram_trace(r: Result) -> list[str]:
             rows.append(
                 [
                     f"{model}, {form}", f"{d['mean_percent']:.1f} %",
-                    f"{d['mean_percent'] / stream:.1%}", f"{d['idle_share']:.2%}", f"{d['longest_gap_us']:.0f}",
+                    f"{d['mean_percent'] / stream:.1%}", f"{d['idle_share']:.2%}",
+                    f"{d['longest_gap_us']:.0f}",
                     f"{row['sm_active']['mean_percent']:.0f} %",
                     f"{t['mean_percent']:.1f} %" if t else "",
                 ]
