@@ -137,26 +137,26 @@ def truth(
 # -- what the pages hold -------------------------------------------------------------------------
 def keys_values(engine: Engine, positions: int, drafter: bool = False) -> list[torch.Tensor]:
     """Keys (rotated) and values of the first positions, fp32 [layers, kv heads, positions, d], in
-    plain order. The loop is parked while they are read."""
+    plain order, on the CPU: the GPU is the kernel's again as soon as they are read."""
     memory, c = engine._parts.memory, engine.config
     layers = engine.drafter.config.layers if drafter else c.layers
     with engine.parked():
         pool = memory["DRAFT_KV" if drafter else "KV_POOL"].view(torch.bfloat16)
         pool = pool.reshape(-1, layers, c.kv_heads, 2, PAGE, c.head_dim)
         pages = memory["PAGE_TABLE"][: -(-positions // PAGE)].long()
-        blocks = pool[pages].clone()
-        torch.cuda.synchronize()
+        blocks = pool[pages].cpu()
     blocks = swizzle_rows(blocks).permute(3, 1, 2, 0, 4, 5).flatten(3, 4)[..., :positions, :]
     stored, values = blocks.float()
     keys = torch.empty_like(stored)
-    keys[..., torch.from_numpy(key_order(c.head_dim)).to(stored.device)] = stored
+    keys[..., torch.from_numpy(key_order(c.head_dim))] = stored
     return [keys, values]
 
 
 def reference_keys_values(
     model: Any, drafter: Any, tokens: Sequence[int], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Keys and values of the target, then of the drafter, by torch in `dtype`; shapes as above."""
+    """Keys and values of the target, then of the drafter, by torch on the GPU in `dtype`; shapes
+    and place as above. No engine may hold the GPU."""
     from megadecode.drafter.module import DrafterModule, _rotate
     from megadecode.training.target import TorchTarget
 
@@ -175,7 +175,7 @@ def reference_keys_values(
         keys.append(_rotate(k, turn_of)[0])
         values.append(attention._heads(attention.v_proj(context))[0])
     found = [cache.keys[:, 0], cache.values[:, 0], torch.stack(keys), torch.stack(values)]
-    return [x.float() for x in found]
+    return [x.float().cpu() for x in found]
 
 
 def errors(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
