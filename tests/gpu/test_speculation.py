@@ -170,7 +170,7 @@ def test_keys_and_values_after_200_rounds(model, policy):
     """The target's are plain decoding's, bit for bit; of target and drafter they are as near to
     fp32 as twice torch's bf16, and so a fresh prefill's; no position is another's. Paths skip rows:
     of the truths, some are second candidates."""
-    prompt, new = PROMPTS[0], 900
+    prompt, new = PROMPTS[0], 1500
     blank = propose([0], 0, vocab=model.config.vocab)
     engine = make(model, draft="auto", budget=127, script=blank, kernels=KERNELS)
     try:
@@ -215,7 +215,7 @@ def test_requests_are_answered_as_on_the_cpu(policy):
     """500 mixed requests on a model whose answers rounding does not change."""
     if "MEGADECODE_TRACES" not in os.environ:
         pytest.skip("MEGADECODE_TRACES is not set")
-    wanted = json.loads(pathlib.Path(os.environ["MEGADECODE_TRACES"]).read_text())
+    wanted = traces.load(os.environ["MEGADECODE_TRACES"])
     counting = traces.Counting()
     try:
         engine = make(

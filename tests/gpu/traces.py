@@ -119,6 +119,16 @@ def answers(engine, requests) -> list[dict[str, Any]]:
     return found
 
 
+def load(path: str) -> list[dict[str, Any]]:
+    """What `main` has written: prompt, params and answer of every request."""
+    with open(path) as file:
+        found: list[dict[str, Any]] = json.load(file)
+    for request in found:
+        if bias := request["params"].get("logit_bias"):  # JSON's names are text
+            request["params"]["logit_bias"] = {int(token): b for token, b in bias.items()}
+    return found
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """The same completion, logits aside."""
     return all(a[name] == b[name] for name in ("tokens", "reason", "error"))
