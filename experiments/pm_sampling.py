@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ TENSOR = (
 )
 INTERVAL_NS = 5000
 IDLE = 1.0  # per cent of the peak under which a sample counts as idle
-MOST = 40000  # samples of one trace
+MOST = 200000  # samples of one trace: a second
 
 
 @dataclass
@@ -63,8 +62,11 @@ class Trace:
         }  # fmt: skip
 
 
-def sample(work: Callable[[], Any], metrics: list[str], interval_ns: int = INTERVAL_NS) -> Trace:
-    """Run `work` under the sampler. A CUDA context must exist. RuntimeError or ImportError where
+def sample(
+    work: Callable[[], float | None], metrics: list[str], interval_ns: int = INTERVAL_NS
+) -> Trace:
+    """Run `work` under the sampler; its busy time, less the seconds at the beginning that it
+    returns, if any. A CUDA context must exist. RuntimeError or ImportError where
     counters cannot be had; ValueError where the metrics do not fit one pass."""
     from cupti import pm_sampling
 
@@ -75,11 +77,13 @@ def sample(work: Callable[[], Any], metrics: list[str], interval_ns: int = INTER
             metrics=metrics, sampling_interval=interval_ns, hardware_buffer_size=512 << 20
         )
         collector.start()
-        work()
+        skipped = work() or 0.0
         collector.stop()
         data = collector.decode(max_samples=MOST)
         rows = [(s.start_timestamp, s.end_timestamp, *s.metric_values) for s in data]
     finally:
         collector.disable()
     table = np.array(rows, np.float64).reshape(-1, 2 + len(metrics))
-    return Trace(metrics, table[:, 0], table[:, 1], table[:, 2:])
+    trace = Trace(metrics, table[:, 0], table[:, 1], table[:, 2:]).busy()
+    kept = trace.start >= trace.start[0] + skipped * 1e9
+    return Trace(metrics, trace.start[kept], trace.end[kept], trace.values[kept])

@@ -59,7 +59,7 @@ def context_sweep(r: Result) -> Any:
 def dram_trace(r: Result) -> Any:
     import matplotlib.pyplot as plt
 
-    model, contenders = list(r["models"].items())[-1]
+    model, contenders = next(iter(r["models"].items()))
     figure, all_axes = plt.subplots(
         len(contenders), 1, sharex=True, sharey=True, figsize=(7.2, 1.2 * len(contenders) + 0.8)
     )

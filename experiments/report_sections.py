@@ -23,7 +23,11 @@ def read(name: str) -> dict[str, Any] | None:
 
 def where(result: dict[str, Any]) -> str:
     cpu = result.get("cpu", "")
-    return f"{cpu + ', ' if cpu else ''}{result['date'][:10]}, revision {result['revision']}"
+    busy = result.get("device") == "cpu" and result.get("load", 0) > result.get("cpus", 1)
+    beside = f", other work beside it (load {result['load']})" if busy else ""
+    return (
+        f"{cpu + ', ' if cpu else ''}{result['date'][:10]}, revision {result['revision']}{beside}"
+    )
 
 
 def cpu_speed() -> list[str]:
@@ -286,19 +290,34 @@ def handoffs() -> list[str]:
 
 def rivals() -> list[str]:
     """Against graphs, in short."""
-    lines = []
-    if (sweep := read("context_sweep")) is not None:
-        contexts = sorted({case["context"] for case in sweep["cases"]})
-        by = {(case["form"], case["context"]): case["us"] for case in sweep["cases"]}
+    lines: list[str] = []
+    steps, sweep = read("baseline_steps"), read("context_sweep")
+    if steps is not None:
+        model, forms = next(iter(steps["models"].items()))
+        contexts = list(next(iter(forms.values()))["steps"])
+        us = {
+            form: {n: s["us"] for n, s in row["steps"].items()}
+            for form, row in forms.items()
+            if form != "plain"  # its step is of one row
+        }
+        ours = {
+            str(case["context"]): case["us"]
+            for case in (sweep["cases"] if sweep else ())
+            if case["form"] == "megakernel"
+        }
         lines += [
-            f"**A speculative step and its rivals**, us, {sweep['model']}, N = {sweep['rows']}, "
-            f"{sweep['device']} ({where(sweep)}; contexts in positions).",
+            f"**A speculative step and its rivals**, us, {model}, N = {steps['rows']}, "
+            f"{steps['device']} ({where(steps)}); beside it the rival's time over the kernel's.",
             "",
-            f"| | {' | '.join(map(str, contexts))} |",
+            f"| | {' | '.join(f'at {n} positions' for n in contexts)} |",
             "|---|" + "---|" * len(contexts),
         ]
-        for form in dict.fromkeys(case["form"] for case in sweep["cases"]):
-            cells = (f"{by[form, n]:.0f}" if (form, n) in by else "" for n in contexts)
+        for form, times in {**us, "megakernel": ours}.items():
+            cells = [
+                (f"{times[n]:.0f}" if n in times else "")
+                + (f" ({times[n] / ours[n]:.1f}x)" if n in times and n in ours else "")
+                for n in contexts
+            ]
             lines.append(f"| {form} | {' | '.join(cells)} |")
         lines.append("")
     result = read("pdl_steps")

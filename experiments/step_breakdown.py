@@ -59,7 +59,7 @@ def dram(rival: Baseline, steps: int) -> dict[str, float] | None:
         rival.finish()
 
     try:
-        trace = pm_sampling.sample(work, [pm_sampling.DRAM, pm_sampling.SM]).busy()
+        trace = pm_sampling.sample(work, [pm_sampling.DRAM, pm_sampling.SM])
     except (ImportError, RuntimeError, ValueError, PermissionError) as error:
         print(f"no trace: {error}")
         return None

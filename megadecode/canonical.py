@@ -8,8 +8,10 @@ order. The keys c..p follow one by one in order of position, wherever they are s
 merged last. So the result depends on p and on what the row sees alone: not on where the committed
 part ends, on the shape of the tree, or on the rows beside it. Speculation cannot change a bit.
 
-The order is what kernels share with this page. Their exponential and their fused operations may
-differ, so they are compared with it within rounding, and each with itself bit for bit.
+This is the CPU device's order. The GPU kernel keeps the same cut at c, but deals blocks to splits
+in turn and sums the keys c..p in groups of 32 by position (cute_kernels/gpu/attention.py).
+Exponentials and fused operations may differ too, so either is compared with this page within
+rounding, and with itself bit for bit.
 """
 
 from __future__ import annotations
