@@ -142,7 +142,8 @@ def gpu_steps() -> list[str]:
     lines = [
         f"**A decode step of the persistent kernel**, us, {origin['gpu']}, random "
         f"weights in bf16; rows of one sequence behind so many positions "
-        f"({where(origin)}).",
+        f"({where(origin)}). Where a table of speculative steps is of a later revision, its rows "
+        "of N = 1 are what the later kernel takes.",
         "",
         f"| model | weights, GB | {heads} |",
         "|---|---|" + "---|" * len(cases),

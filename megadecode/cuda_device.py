@@ -17,7 +17,7 @@ from cute_kernels.gpu.buffers import draft_buffers, step_buffers
 from cute_kernels.gpu.config import Config, DraftShape
 from cute_kernels.gpu.kv_layout import PAGE
 from cute_kernels.gpu.rank_plan import RANKED_BYTES, SCRIPT_HEAD, pack_script
-from cute_kernels.gpu.service_block import Own, make_block, wire_constants
+from cute_kernels.gpu.service_block import Own, Stage, make_block, wire_constants
 from cute_kernels.gpu.tiles import draft_bytes, step_bytes
 from host.cuda import CudaDevice, PinnedMemory, driver
 from host.errors import DeviceError
@@ -108,12 +108,15 @@ class CudaParts:
 
     def set_policy(self, budget: int, chain: bool = False) -> None:
         """Another budget from the next request on, for measuring many with one engine; the loop is
-        parked. At most the budget that the engine began with; 0: plain decoding."""
+        parked, with no request in the slot. At most the budget that the engine began with; 0: plain
+        decoding."""
         import torch
 
         if not 0 <= budget < self.reserve_rows:
             raise ParameterError(f"budget is {budget}; at most {self.reserve_rows - 1} fit here")
         block = self.memory["SERVICE"].view(torch.int64)
+        if int(block[int(Own.STAGE)]) != Stage.FREE:  # its room and its context hang on the old one
+            raise ParameterError("a request is in the slot; wait for its answer first")
         block[int(Own.BUDGET)], block[int(Own.CHAIN)] = budget, int(chain)
         block[int(Own.DRAFTED)] = self.drafted if budget else 0
         torch.cuda.synchronize()

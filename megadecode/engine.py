@@ -306,7 +306,9 @@ class Engine(AbstractContextManager["Engine"]):
         )
 
     def trace(self, *, reset: bool = False) -> list[PhaseFigures]:
-        """Time per phase since the start or the last reset, against bytes read and operations."""
+        """Time per phase since the start or the last reset, against bytes read and operations.
+
+        Empty on a GPU: its steps' parts are in `stats().split`."""
         return self._parts.figures(reset=flag("reset", reset))
 
     def read_gb_per_s(self) -> float:
