@@ -18,7 +18,7 @@ score of -inf is no prefix: nothing else ends siblings, children or the tree.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
@@ -73,104 +73,114 @@ def load_position(k: cutlass.Constexpr, d: Int32, used: Int32):
 
 
 # -- growth --------------------------------------------------------------------------------------
-def first_of_equals(k, key, best):
-    """The row whose open prefix comes first among those of score `best`, by rank tuple."""
-    base, words, alive = k.attention + TABLE, [], []
-    for s in range(SLOTS):
-        row = 32 * s + k.lane
-        tuple_ = sync.lds_words(k.attention + TUPLES + row * 16)
-        place = sync.lds_int(k.red + row * 16) - base
-        d, rank = place >> 9, Uint32((place & 511) >> 2) + 1
-        mine = rank << Uint32(24 - 8 * (d & 3))
-        words.append([sync.select((d >> 2) == j, w | mine, w) for j, w in enumerate(tuple_)])
-        alive.append(Int32(key[s] == best))
-    for j in range(4):
-        now = [sync.select(alive[s], words[s][j], Uint32(0xFFFFFFFF)) for s in range(SLOTS)]
-        least = now[0]
-        for w in now[1:]:
-            least = sync.smaller(least, w)
+@cute.jit
+def first_of_equals(k: cutlass.Constexpr, key: cute.Tensor, best: Uint32):
+    """The row whose open prefix comes first among those of score `best`, by rank tuple: one word of
+    the tuples after the other, until one row is left. Most often the first word tells."""
+    alive = cute.make_rmem_tensor(cute.make_layout(SLOTS), Int32)
+    last, own = [], []  # the open prefix's own rank: its word, and what it adds to it
+    for s in cutlass.range_constexpr(SLOTS):
+        alive[s] = Int32(key[s] == best)
+        d, mine = rank_at(sync.lds_int(k.red + (32 * s + k.lane) * 16))
+        last.append(d >> 2)
+        own.append(mine)
+    row, j, searching = Int32(0), Int32(0), Boolean(True)
+    while searching:
+        words, least = [], Uint32(0xFFFFFFFF)
+        for s in cutlass.range_constexpr(SLOTS):
+            w = sync.lds_word(k.attention + TUPLES + (32 * s + k.lane) * 16 + j * 4)
+            words.append(w | sync.select(last[s] == j, own[s], Uint32(0)))
+            least = sync.smaller(least, sync.select(alive[s], words[s], Uint32(0xFFFFFFFF)))
         least = sync.warp_reduce("min", least)
-        alive = [a & Int32(w == least) for a, w in zip(alive, now, strict=True)]
-    row = Uint32(0)
-    for s in range(SLOTS):
-        row = row + sync.select(alive[s], Uint32(32 * s + k.lane), Uint32(0))
-    return Int32(sync.warp_reduce("add", row))
+        left = Uint32(0)  # how many, and behind 16 bits the sum of their rows
+        for s in cutlass.range_constexpr(SLOTS):
+            alive[s] = alive[s] & Int32(words[s] == least)
+            mine = Uint32(32 * s + k.lane) * Uint32(0x10000) + Uint32(1)
+            left = left + sync.select(alive[s], mine, Uint32(0))
+        left = Int32(sync.warp_reduce("add", left))
+        row, j = left >> 16, j + 1
+        searching = (left & 0xFFFF) > 1
+    return row
+
+
+def rank_at(place):
+    """(position, rank where its tuple has it: in word d >> 2) of the log-probability at `place`, an
+    offset in TABLE."""
+    d, rank = place >> 9, ((Uint32(place) & Uint32(511)) >> Uint32(2)) + Uint32(1)
+    return d, rank << Uint32(24 - 8 * (d & 3))
 
 
 def largest_slot(k, key):
-    """(key, row) of this lane's best open prefix."""
+    """(key, row, whether it has two of that key) of this lane's best open prefix."""
     best, row = key[0], k.lane
     for s in range(1, SLOTS):
         row = sync.select_int(key[s] > best, 32 * s + k.lane, row)
         best = sync.larger(best, key[s])
-    return best, row
-
-
-def note_row(k, row, ranks, n, place):
-    """One lane: what remains of row n, the child of `row`, whose ranks are given, with the
-    log-probability at `place`."""
-    at = place - (k.attention + TABLE)
-    d, rank = at >> 9, ((Uint32(at) & Uint32(511)) >> Uint32(2)) + Uint32(1)
-    mine = rank << Uint32(24 - 8 * (d & 3))
-    ranks = [sync.select((d >> 2) == j, w | mine, w) for j, w in enumerate(ranks)]
-    sync.sts_words(k.attention + TUPLES + n * 16, ranks)
-    sync.sts_int(k.attention + ORIGINS + n * 4, row | (at << 6))
+    equals = Int32(0)
+    for s in range(SLOTS):
+        equals = equals + Int32(key[s] == best)
+    return best, row, equals > 1
 
 
 @cute.jit
 def grow(k: cutlass.Constexpr, budget: Int32):
     """One warp: ORIGINS of the tree's rows but the root, and N_ROWS.
 
-    A row's record, 16 bytes of the scratch for partial sums: where the log-probability of its open
-    prefix is; the row's own score; the keys of what opens when that prefix is taken, its next
-    sibling and its first child. So a turn waits for one record, and makes the two that it changes
-    while the next largest key is looked for."""
-    base, records = k.attention + TABLE, k.red
+    A row's record, 16 bytes of the scratch for partial sums: where in TABLE the log-probability of
+    its open prefix is; the row's own score; the keys of what opens when that prefix is taken, its
+    next sibling and its first child. A warp issues in order, so what a turn costs is its number of
+    instructions and what waits for what: it reads one record and one tuple, a word a lane; two
+    lanes make the two records that it changes, while the next largest key is looked for."""
+    table, records, tuples = k.attention + TABLE, k.red, k.attention + TUPLES
     key = cute.make_rmem_tensor(cute.make_layout(SLOTS), Uint32)
     for s in cutlass.range_constexpr(SLOTS):
         key[s] = Uint32(NO_PREFIX)
     if k.lane == 0:
-        first = sync.lds(base)
+        first = sync.lds(table)
         key[0] = key_of(first)
-        sibling, child = key_of(sync.lds(base + 4)), key_of(first + sync.lds(base + 4 * RANKS))
-        sync.sts_words(records, [Uint32(base), Uint32(0), sibling, child])
-        sync.sts_words(k.attention + TUPLES, [Uint32(0)] * 4)
+        sibling, child = key_of(sync.lds(table + 4)), key_of(first + sync.lds(table + 4 * RANKS))
+        sync.sts_words(records, [Uint32(0), Uint32(0), sibling, child])
+        sync.sts_words(tuples, [Uint32(0)] * 4)
         sync.sts_int(k.attention + ORIGINS, Int32(0))
     cute.arch.sync_warp()
-    n = Int32(1)
-    mine, row = largest_slot(k, key)
+    n, of_row, part = Int32(1), k.lane == 0, k.lane & 3
+    mine, row, twice = largest_slot(k, key)
     best = sync.warp_reduce("max", mine)
-    while (best > Uint32(NO_PREFIX)) & (n <= budget):
-        holders, equals = sync.lanes_where(mine == best), Int32(0)
-        for s in cutlass.range_constexpr(SLOTS):
-            equals = equals + Int32(key[s] == best)
-        if ((holders & (holders - Uint32(1))) | sync.lanes_where(equals > 1)) != 0:
-            row = first_of_equals(k, key, best)
-        row = cute.arch.shuffle_sync(row, sync.lowest_bit(holders))
-        taken, own = row, value_of(best)
-        place, score, sibling_key, child_key = sync.lds_words(records + taken * 16)
-        ranks = sync.lds_words(k.attention + TUPLES + taken * 16)
+    growing = (best > Uint32(NO_PREFIX)) & (n <= budget)
+    while growing:
+        has = mine == best
+        taken = Int32(sync.warp_reduce("min", sync.select(has, Uint32(row), Uint32(255))))
+        holders = sync.lanes_where(has)
+        if ((holders & (holders - Uint32(1))) | sync.lanes_where(has & twice)) != 0:
+            taken = first_of_equals(k, key, best)
+        at, score, sibling_key, child_key = sync.lds_words(records + taken * 16)
+        ranks = sync.lds_word(tuples + taken * 16 + part * 4)
+        at, own = Int32(at), value_of(best)
         for s in cutlass.range_constexpr(SLOTS):
             key[s] = sync.select(taken == 32 * s + k.lane, sibling_key, key[s])
             key[s] = sync.select(n == 32 * s + k.lane, child_key, key[s])
-        mine, row = largest_slot(k, key)
+        mine, row, twice = largest_slot(k, key)
         best = sync.warp_reduce("max", mine)
         # lane 0 renews the record of the row, lane 1 makes that of row n
-        place, old = Int32(place), k.lane == 0
-        child = base + (((place - base) >> 9) + 1) * (4 * RANKS)
-        at = sync.select_int(old, place + 4, child)
-        score = sync.choose(old, sync.as_float(score), own)
-        below = sync.select_int(old, child, child + 4 * RANKS)
-        opens = sync.choose(old, value_of(sibling_key), value_of(child_key))
-        sibling = key_of(score + sync.lds(at + 4))
-        child_of = key_of(opens + sync.lds(below))
+        below = (at | (4 * RANKS - 1)) + 1
+        opens = value_of(sync.select(of_row, sibling_key, child_key))
+        score = sync.choose(of_row, sync.as_float(score), own)
+        next_at = sync.select_int(of_row, at + 4, below)
+        below = table + sync.select_int(of_row, below, below + 4 * RANKS)
+        sibling = key_of(score + sync.lds(table + next_at + 4))
+        child = key_of(opens + sync.lds(below))
+        d, rank = rank_at(at)
+        ranks = ranks | sync.select((d >> 2) == part, rank, Uint32(0))
+        to = records + sync.select_int(of_row, taken, n) * 16
         if k.lane < 2:
-            to = records + sync.select_int(old, taken, n) * 16
-            sync.sts_words(to, [Uint32(at), sync.as_bits(score), sibling, child_of])
+            sync.sts_words(to, [Uint32(next_at), sync.as_bits(score), sibling, child])
+        if k.lane < 4:
+            sync.sts_int(tuples + n * 16 + part * 4, ranks)
         if k.lane == 0:
-            note_row(k, taken, ranks, n, place)
-        cute.arch.sync_warp()
+            sync.sts_int(k.attention + ORIGINS + n * 4, taken | (at << 6))
         n = n + 1
+        growing = (best > Uint32(NO_PREFIX)) & (n <= budget)
+        cute.arch.sync_warp()
     if k.lane == 0:
         sync.sts_int(k.attention + N_ROWS, n)
 
