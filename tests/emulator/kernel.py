@@ -41,15 +41,17 @@ MAKERS = (
 
 
 class EmulatedKernel:
-    """`cute_kernels.gpu.load.Kernel` of a scripted kernel; every launch interleaves otherwise."""
+    """`cute_kernels.gpu.load.Kernel` of a scripted kernel, or of a part of it (of
+    speculate_kernel.PARTS); every launch interleaves otherwise."""
 
-    def __init__(self, c: Config, folder: pathlib.Path) -> None:
+    def __init__(self, c: Config, folder: pathlib.Path, part: str | None = None) -> None:
         from cute_kernels.gpu.kernel import make_kernel
+        from cute_kernels.gpu.speculate_kernel import make_speculate
 
-        at = folder / f"{c.shape.name}-{build.source_hash()}.ptx"
+        at = folder / f"{part or 'script'}-{c.shape.name}-{build.source_hash()}.ptx"
         if not at.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            launch, args, _ = make_kernel(c, "script")
+            launch, args, _ = make_speculate(c, part) if part else make_kernel(c, "script")
             at.write_text(build.compile_kernel(launch, args, c.arch)[0])
         self.c, self.library, self.launches = c, compile_c(at.read_text(), folder), 0
 
