@@ -21,21 +21,18 @@ MOST = RANKS - 1  # candidates, and nodes of a tree: its rows are MAX_ROWS with 
 WORDS = 0  # [16]: single values, named by their users
 SORTED = 64  # [RANKS] (fp32 value, int32 column), in order
 HOT = SORTED + 8 * RANKS  # [threads] int32: threads whose vectors hold candidates
-FOUND = HOT + 4 * 320  # [warps][SEGMENT] int64: a value and its column, as one number
-ROOM = 128  # numbers that a warp has room for, more than are ever wanted
-SEGMENT = ROOM + 4  # with what is filled up to whole vectors of pairs
+FOUND = HOT + 4 * 320  # [ROOM] int64: a value and its column, as one number
+ROOM = 768  # a multiple of 8
 TABLE = SORTED  # of the tree: [FEW_ROWS][RANKS] fp32: the log-probabilities in use, else -inf
 TUPLES = TABLE + FEW_ROWS * RANKS * 4  # [RANKS] 16 bytes: a row's ranks from 1, the first on top
 ORIGINS = TUPLES + 16 * RANKS  # [RANKS] int32: a row's parent, and its place in TABLE from bit 8 on
 
-
-def smem_bytes(warps: int) -> int:
-    """Of attention's part, with that many consumer warps."""
-    return max(FOUND + 8 * SEGMENT * warps, ORIGINS + 4 * RANKS)
+SMEM_BYTES = max(FOUND + 8 * ROOM, ORIGINS + 4 * RANKS)
+SEGMENT = RANKS + 4  # vectors with candidates that a warp notes
 
 
 def hit_bytes(warps: int) -> int:
-    """Of the scratch for partial sums: [warps][SEGMENT] int32, vectors with candidates."""
+    """Of the scratch for partial sums: [warps][SEGMENT] int32."""
     return 4 * SEGMENT * warps
 
 

@@ -22,18 +22,18 @@ from cute_kernels.gpu.rank_plan import (
     HOT,
     ROOM,
     SEGMENT,
+    SMEM_BYTES,
     SORTED,
     WORDS,
     hit_bytes,
-    smem_bytes,
 )
 from cute_kernels.gpu.sync import ptx_read
 
 AT_ONCE, AGAIN_AT_ONCE = 16, 8  # vectors of a thread
 COLUMN_BITS = 18  # of a number: more columns than any vocabulary has
 LOWEST_KEY = 0x00800000  # of the lowest finite value
-N_HOT, COUNTS = WORDS, WORDS + 24  # COUNTS: one a warp
-TOO_MANY = 4096
+N_HOT, N_FOUND = WORDS, WORDS + 4
+FEW = 32  # candidates up to which a bound for each warp is near enough
 NEG_INF = -float("inf")
 
 
@@ -95,11 +95,18 @@ def own_largest(k: cutlass.Constexpr, row: Int64, columns: Int32):
     return best
 
 
-def noted(k, ok, count):
-    """(place of this lane's entry behind the warp's `count` ones, the new count)."""
-    lanes = sync.lanes_where(ok)
-    place = count + sync.count_bits(lanes & sync.bits_below(k.lane))
-    return place, count + sync.count_bits(lanes)
+def place_of(k, lanes, count):
+    """Of this lane's entry, behind `count` others and those of lower ones of `lanes`."""
+    return count + sync.count_bits(lanes & sync.bits_below(k.lane))
+
+
+@cute.jit
+def take_places(k: cutlass.Constexpr, counter: cutlass.Constexpr, count: Int32):
+    """A warp: the first of `count` places of a list in shared memory."""
+    base = Int32(0)
+    if k.lane == 0:
+        base = sync.add_shared(k.attention + counter, count)
+    return cute.arch.shuffle_sync(base, 0)
 
 
 @cute.jit
@@ -122,10 +129,13 @@ def find_hits(k: cutlass.Constexpr, row: Int64, columns: Int32, least: Int64, ho
             ]
             for i, ok, words in zip(here, there, loaded, strict=True):
                 top = sync.maximum([sync.as_float(w) for w in words])
-                hit = ok & (top >= floor) & (number_of(key_of(top), 4 * i) >= least)
-                place, count = noted(k, hit, count)
-                if hit & (place < SEGMENT):
-                    sync.sts_int(hits + place * 4, i)
+                if sync.lanes_where(ok & (top >= floor)) != 0:  # in few vectors of a long row
+                    hit = ok & (top >= floor) & (number_of(key_of(top), 4 * i) >= least)
+                    lanes = sync.lanes_where(hit)
+                    place = place_of(k, lanes, count)
+                    count = count + sync.count_bits(lanes)
+                    if hit & (place < SEGMENT):
+                        sync.sts_int(hits + place * 4, i)
             far = far + 32 * 32 * warps
         first = first + AGAIN_AT_ONCE * warps
     return count
@@ -133,110 +143,127 @@ def find_hits(k: cutlass.Constexpr, row: Int64, columns: Int32, least: Int64, ho
 
 @cute.jit
 def read_hits(k: cutlass.Constexpr, row: Int64, columns: Int32, least: Int64, hits: Int32):
-    """The numbers from `least` on in the warp's vectors, into its segment of FOUND; how many."""
-    first, count, to = Int32(0), Int32(0), k.attention + FOUND + k.wid * (8 * SEGMENT)
+    """The numbers from `least` on in the warp's vectors, behind those of other warps in FOUND."""
+    first = Int32(0)
     while first < hits:
         j = first + k.lane
-        at = k.red + k.wid * (4 * SEGMENT) + cutlass.min(j, hits - 1) * 4
-        i = sync.lds_int(at)
+        i = sync.lds_int(k.red + k.wid * (4 * SEGMENT) + cutlass.min(j, hits - 1) * 4)
+        numbers, lanes, count = [], [], Int32(0)
         for e, word in enumerate(sync.ld_fresh_words(row + Int64(i) * 16)):
             column = 4 * i + e
-            number = number_of(key_of(sync.as_float(word)), column)
-            ok = (j < hits) & (column < columns) & (number >= least)
-            place, count = noted(k, ok, count)
-            if ok & (place < ROOM):
-                sync.sts_long(to + place * 8, number)
+            numbers.append(number_of(key_of(sync.as_float(word)), column))
+            ok = (j < hits) & (column < columns) & (numbers[e] >= least)
+            lanes.append(sync.lanes_where(ok))
+            count = count + sync.count_bits(lanes[e])
+        place = take_places(k, N_FOUND, count)
+        for number, some in zip(numbers, lanes, strict=True):
+            mine = place_of(k, some, place)
+            if (((some >> Uint32(k.lane)) & Uint32(1)) != 0) & (mine < ROOM):
+                sync.sts_long(k.attention + FOUND + mine * 8, number)
+            place = place + sync.count_bits(some)
         first = first + 32
-    if k.lane < SEGMENT - ROOM:
-        sync.sts_long(to + (cutlass.min(count, Int32(ROOM)) + k.lane) * 8, Int64(0))
-    return count
 
 
 @cute.jit
 def collect(k: cutlass.Constexpr, row: Int64, columns: Int32, least: Int64, largest: Uint32):
-    """The numbers from `least` on, to FOUND in any order; how many, or TOO_MANY and more where a
-    warp has found more than it has room for. largest: the key of this thread's largest value."""
+    """The numbers from `least` on, to FOUND in any order; how many, or more than ROOM where there
+    are more than fit. largest: the key of this thread's largest value."""
     threads, is_hot = k.c.warps * 32, largest >= key_in(least)
-    place, mine = noted(k, is_hot, Int32(0))
-    base = Int32(0)
-    if k.lane == 0:
-        base = sync.add_shared(k.attention + N_HOT, mine)
-    place = place + cute.arch.shuffle_sync(base, 0)
+    lanes = sync.lanes_where(is_hot)
+    place = place_of(k, lanes, take_places(k, N_HOT, sync.count_bits(lanes)))
     if is_hot:
         sync.sts_int(k.attention + HOT + place * 4, k.tid)
     sync.consumer_sync(threads)
     hits = find_hits(k, row, columns, least, sync.lds_int(k.attention + N_HOT))
     cute.arch.sync_warp()
-    count = read_hits(k, row, columns, least, cutlass.min(hits, Int32(SEGMENT)))
-    if (hits > SEGMENT) | (count > ROOM):
-        count = Int32(TOO_MANY)
-    if k.lane == 0:
-        sync.sts_int(k.attention + COUNTS + k.wid * 4, count)
+    read_hits(k, row, columns, least, cutlass.min(hits, Int32(SEGMENT)))
+    if (hits > SEGMENT) & (k.lane == 0):
+        sync.add_shared(k.attention + N_FOUND, Int32(ROOM + 1))
     sync.consumer_sync(threads)
-    found = Uint32(0)
-    if k.lane < k.c.warps:
-        found = sync.lds_word(k.attention + COUNTS + k.lane * 4)
+    found = sync.lds_int(k.attention + N_FOUND)
     if k.tid == 0:
         sync.sts_int(k.attention + N_HOT, Int32(0))
-    found = Int32(sync.warp_reduce("add", found))
     sync.consumer_sync(threads)
+    if k.tid == 0:  # nobody adds to it before the next `consumer_sync`
+        sync.sts_int(k.attention + N_FOUND, Int32(0))
     return found
 
 
 # -- order -------------------------------------------------------------------------------------
 @cute.jit
-def bound(k: cutlass.Constexpr, largest: Uint32, want: Int32):
-    """(a key that at least `want` of all threads' keys reach, the largest key); want <= threads.
-    Each warp takes its share of `want` off the top; where keys are equal it takes more."""
-    warps, at = k.c.warps, k.attention + SORTED  # nothing is sorted yet
-    most = sync.warp_reduce("max", largest)
-    least, rest = most, largest
-    for _ in cutlass.range((want + warps - 1) // warps, unroll=1):
+def off_the_top(k: cutlass.Constexpr, largest: Uint32, want: Int32):
+    """The key that the warp's share of `want` keys reach; where keys are equal more do."""
+    least, rest = largest, largest
+    for _ in cutlass.range((want + k.c.warps - 1) // k.c.warps, unroll=1):
         now = sync.warp_reduce("max", rest)
         least = sync.select(now != 0, now, least)
         rest = sync.select(rest == now, Uint32(0), rest)
+    return least
+
+
+@cute.jit
+def of_all(k: cutlass.Constexpr, largest: Uint32, want: Int32):
+    """The least of the warp's keys that are among the first `want` of all threads' keys."""
+    base, threads = k.attention + FOUND, k.c.warps * 32  # nothing is found yet
+    sync.sts_int(base + k.tid * 4, largest)
+    sync.consumer_sync(threads)
+    before, at = Int32(0), base
+    while at < base + threads * 4:
+        for j in cutlass.range_constexpr(4):
+            for other in sync.lds_words(at + 16 * j):
+                before = before + Int32(other > largest)
+        at = at + 64
+    return sync.select(before < want, largest, Uint32(0xFFFFFFFF))
+
+
+@cute.jit
+def bound(k: cutlass.Constexpr, largest: Uint32, want: Int32):
+    """(a key that at least `want` of all threads' keys reach, the largest key); want <= threads.
+    The largest such key where many are wanted: what is found is then put in order by comparing all
+    with all."""
+    at, least = k.attention + SORTED, Uint32(0)  # nothing is sorted yet
+    if want <= FEW:
+        least = off_the_top(k, largest, want)
+    else:
+        least = of_all(k, largest, want)
+    least, most = sync.warp_reduce("min", least), sync.warp_reduce("max", largest)
     if k.lane == 0:
         sync.sts_int(at + k.wid * 8, least)
         sync.sts_int(at + k.wid * 8 + 4, most)
     if k.tid == 0:
-        sync.sts_int(k.attention + N_HOT, Int32(0))
-    sync.consumer_sync(warps * 32)
-    one = at + cutlass.min(k.lane, warps - 1) * 8
+        sync.sts_pair(k.attention + N_HOT, Float32(0.0), Float32(0.0))
+    sync.consumer_sync(k.c.warps * 32)
+    one = at + cutlass.min(k.lane, k.c.warps - 1) * 8
     least, most = sync.lds_word(one), sync.lds_word(one + 4)
     return sync.warp_reduce("min", least), sync.warp_reduce("max", most)
 
 
 @cute.jit
-def sort_found(k: cutlass.Constexpr, want: Int32):
-    """The first `want` of all numbers found to SORTED, as (value, column): a warp finds the places
-    of its own, two a lane together."""
-    base, first = k.attention + FOUND, Int32(0)
-    own = base + k.wid * (8 * SEGMENT)
-    mine_of = sync.lds_int(k.attention + COUNTS + k.wid * 4)
-    while first < mine_of:
-        mine, before = [], [Int32(0), Int32(0)]
-        for i in (first + k.lane, first + k.lane + 32):
-            mine.append(sync.lds_long(own + cutlass.min(i, mine_of - 1) * 8))
-        for warp in cutlass.range(k.c.warps, unroll=1):
-            at = base + warp * (8 * SEGMENT)
-            end = at + sync.lds_int(k.attention + COUNTS + warp * 4) * 8
-            while at < end:
-                for half in cutlass.range_constexpr(2):
-                    for other in sync.lds_longs(at + 16 * half):
-                        before = [b + Int32(other > m) for b, m in zip(before, mine, strict=True)]
-                at = at + 32
-        for j in cutlass.range_constexpr(2):
-            if (first + k.lane + 32 * j < mine_of) & (before[j] < want):
-                to = k.attention + SORTED + before[j] * 8
-                sync.sts_pair(to, value_of(key_in(mine[j])), sync.as_float(column_in(mine[j])))
-        first = first + 64
-    sync.consumer_sync(k.c.warps * 32)
+def sort_found(k: cutlass.Constexpr, n: Int32, want: Int32):
+    """The first `want` of FOUND's n numbers to SORTED, as (value, column)."""
+    threads, base = k.c.warps * 32, k.attention + FOUND
+    if k.tid < (-n & 7):
+        sync.sts_long(base + (n + k.tid) * 8, Int64(0))
+    sync.consumer_sync(threads)
+    mine_at = k.tid
+    while mine_at < n:
+        mine, before, at = sync.lds_long(base + mine_at * 8), Int32(0), base
+        while at < base + n * 8:
+            for j in cutlass.range_constexpr(4):
+                for other in sync.lds_longs(at + 16 * j):
+                    before = before + Int32(other > mine)
+            at = at + 64
+        if before < want:
+            to = k.attention + SORTED + before * 8
+            sync.sts_pair(to, value_of(key_in(mine)), sync.as_float(column_in(mine)))
+        mine_at = mine_at + threads
+    sync.consumer_sync(threads)
 
 
 def check_room(c):
     """At trace time."""
-    plan, warps = c.smem_plan(), c.warps
-    for part, needed in (("attention", smem_bytes(warps)), ("partial sums", hit_bytes(warps))):
+    plan = c.smem_plan()
+    for part, needed in (("attention", SMEM_BYTES), ("partial sums", hit_bytes(c.warps))):
         if plan.get(part, 0) < needed:
             raise ValueError(
                 f"{c.shape.name}: ranking needs {needed} B of shared memory for {part!r}, of which"
@@ -264,10 +291,10 @@ def top_k(k: cutlass.Constexpr, row: Int64, columns: Int32, want: Int32):
     while searching:
         n = collect(k, row, columns, at, largest)
         searching = Boolean(False)
-        if n >= TOO_MANY:
+        if n > ROOM:
             low, narrowing, searching = at, Boolean(True), Boolean(True)
         elif narrowing & (n < want):
             high, searching = at, Boolean(True)
         at = low + ((high - low) >> 1)
-    sort_found(k, want)
+    sort_found(k, n, want)
     return cutlass.min(n, want)
