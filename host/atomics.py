@@ -73,19 +73,6 @@ def fetch_add(typingctx, arr, i, value):
 
 
 @intrinsic
-def compare_exchange(typingctx, arr, i, expected, desired):
-    """Set `arr[i]` to `desired` if it holds `expected`; the value before, in either case."""
-
-    def codegen(context, builder, signature, args):
-        old = context.cast(builder, args[2], signature.args[2], types.int64)
-        new = context.cast(builder, args[3], signature.args[3], types.int64)
-        pointer = _element(context, builder, signature, args)
-        return builder.extract_value(builder.cmpxchg(pointer, old, new, "acq_rel", "acquire"), 0)
-
-    return types.int64(arr, i, expected, desired), codegen
-
-
-@intrinsic
 def fence_full(typingctx):
     """Order every earlier access before every later one, stores before loads included."""
 

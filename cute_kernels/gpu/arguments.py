@@ -51,7 +51,6 @@ class Arg(IntEnum):
     DRAFT_SCRIPT = 39  # candidates by position that take the drafter's place; 0: none. rank_plan.py
     SAMPLING = 40  # how the slot's tokens are chosen: decide.py
     ALTERNATIVES = 41  # [MAX_ROWS, 20] (int32 id, fp32 log-probability)
-    SCRATCH = 42  # [ctas] of decide.py
     DRAFT_COLUMNS = 43  # a number: logits of a DRAFT_LOGITS row: DRAFT_TOKENS, or the vocabulary
     # -- service
     WIRE = 48  # host: the mapped wire

@@ -11,7 +11,7 @@ keys of every block (64 where there is but one warp a head), mma.sync m16n8k16 w
 the m side. It publishes (sums, maximum, denominator) of every row as words; row r is merged by
 the CTA of split r mod `splits` from the last one on, which also does the row's tail: where blocks
 are few, it has none. A CTA that has neither blocks nor rows does nothing. Whoever reads a word
-publishes one that depends on it: the clearing of buffers relies on that (kernel.py).
+publishes one that depends on it: the clearing of buffers relies on that (janitor.py).
 
 q, k and v come as raw columns of qkv, in words; every warp norms and rotates its own head rows of
 q, and four warps of a merging CTA those of k and v of the step. KV blocks come through the weight

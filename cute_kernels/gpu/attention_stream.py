@@ -5,7 +5,7 @@ merges rows, the blocks of their tails. A block is one stage, or K and V a stage
 
 Prefetch rule. A step's bulk copies read pages that a step before it wrote with generic stores:
 the producer asks for KV only behind the step's tag, with a proxy fence between that acquire and the
-copies (kernel.run_producer; the writers' side: attention.write_back). Rows of a page at or
+copies (producer.run_producer; the writers' side: attention.write_back). Rows of a page at or
 behind the committed length may be written while a copy reads them; nobody looks at them.
 """
 

@@ -71,7 +71,7 @@ class Board(IntEnum):
 
     DESC = 0
     FIRST_TAG = 96  # the last tag of the launch before: read at the start, written on leaving
-    DONE = 128  # CTAs that have finished a PROMPT step or are about to leave, monotone
+    DONE = 128  # CTAs done with PROMPT, a DRAFT step without rows, or LEAVE: monotone
     BARRIER = 160  # see grid_barrier.py; starts at 0
     PHASE = 192  # a word a CTA: 1 + the phase it is in, 0 between steps
     RANK_TAG = 448  # [16]: the tag of the DRAFT step whose ranks of that row are complete
@@ -116,7 +116,6 @@ class Stamp(IntEnum):
     RANKED = 4
     TREE = 5
     HEAD = 6  # of DECODE and ROWS: the head's last sums
-    DECIDED = 7
 
 
 class RowWord(IntEnum):

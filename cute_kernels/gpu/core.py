@@ -41,7 +41,7 @@ class Core:
         attention: start of the attention's part, c.smem_plan()["attention"] bytes, 1,024-aligned.
         residual: fp32 [own tile][64 pairs], the CTA's own columns; own: its part of `down`.
         results: the head's, [group][16 rows][4 words].
-        told, gathered, cleared: mbarriers of the step loop; command: the janitor's; see kernel.py.
+        told, gathered, cleared: mbarriers of the step loop; command: the janitor's (janitor.py).
         keys_side: a word, see context.tell_keys.
     Values
         zero: a run-time zero for `release_after`.

@@ -119,7 +119,7 @@ def run_consumers(k: cutlass.Constexpr, parts: cutlass.Constexpr):
             if cutlass.const_expr(parts.prompt is not None):
                 if drafts == False:  # noqa: E712 - a run-time value
                     stage, parity = call(parts.prompt, "run_prompt", k, kind, stage, parity)
-        # DECODE, ROWS; a LEAVE step has the word of the step before it
+        # of DECODE and ROWS; what stands there in a LEAVE step is the last step's
         if (desc_word(k, Desc.DECIDE) != 0) & (kind != int(Segment.LEAVE)):
             call(parts.decide, "decide_rows", k)
         note_phase(k, Int32(0))

@@ -80,12 +80,6 @@ class Kernel:
         config.attrs, config.numAttrs = attributes, len(attributes)
         return config, attributes
 
-    def max_clusters(self) -> int:
-        """Clusters of this kernel's size that the device holds at once."""
-        config, _keep = self._config(0, False, False)
-        what = "cuOccupancyMaxActiveClusters"
-        return int(_ok(self._cu.cuOccupancyMaxActiveClusters(self._function, config), what))
-
     def launch(
         self,
         values: Sequence[int],

@@ -9,7 +9,7 @@ keep 16 bits in them (`add_values`), not bf16's 8.
 
 CTAs take tasks (kv head, row tiles; prompt_plan.Task), a warp one query head of 16 rows. Scores of
 keys behind a row are masked by select; V of positions that nobody has written yet is zeroed, since
-0 x NaN is NaN. Layout of blocks: attention.py; head_dim 64: K and V in one stage of the ring,
+0 x NaN is NaN. Layout of blocks: kv_layout.py; head_dim 64: K and V in one stage of the ring,
 head_dim 128: a stage each.
 """
 

@@ -39,7 +39,7 @@ class Barrier(enum.IntEnum):
     """Named barriers. 0 is `sync_threads`, which role-specialised code must not use."""
 
     CONSUMERS = 1
-    PAIRS = 2  # and the next 7: the two warps of a query head in attention
+    GROUPS = 2  # and the next 7: groups of consumer warps, attention's heads for one
     KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.py, context.tell_keys
     DRAFTING = 11  # the producer tells consumer warp 0: context.draft_begins
 
@@ -532,15 +532,9 @@ def lowest_bit(word):
     return ptx_read("{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", [Int32], word)
 
 
-def pair_sync(pair):
-    """The two warps of a query head. pair: warp-uniform."""
-    cute.arch.barrier(barrier_id=int(Barrier.PAIRS) + pair, number_of_threads=64)
-
-
 def group_sync(group, threads):
-    """Some consumer warps, as many as there are groups for: they share the barriers of the pairs.
-    group, threads: warp-uniform."""
-    ptx_do("bar.sync {$r0}, {$r1};", group + int(Barrier.PAIRS), threads)
+    """Some consumer warps. group (0 .. 7), threads: warp-uniform."""
+    ptx_do("bar.sync {$r0}, {$r1};", group + int(Barrier.GROUPS), threads)
 
 
 def consumer_sync(threads):
