@@ -15,10 +15,10 @@ from cutlass import Int32, Int64
 
 from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
-from cute_kernels.gpu.attention_plan import AttentionSmem, stages_per_block
+from cute_kernels.gpu.attention_plan import AttentionSmem
 from cute_kernels.gpu.board import Desc
-from cute_kernels.gpu.config import CHUNK_BYTES, KV_COPY
-from cute_kernels.gpu.ring import issue
+from cute_kernels.gpu.config import CHUNK_BYTES
+from cute_kernels.gpu.pages import block_at, issue_block, page_of
 from cute_kernels.gpu.rotary import load_rope
 
 
@@ -116,11 +116,6 @@ def begin_step(k: cutlass.Constexpr, rows: Int32):
 
 
 # -- the producer ------------------------------------------------------------------------------
-def page_of(k, block):
-    # not through the read-only cache: the table changes between steps
-    return Int32(sync.ld_word(k.pages + Int64(block) * 4))
-
-
 @cute.jit
 def begin_produce(k: cutlass.Constexpr):
     """The producer warp, once a DECODE step behind its tag. Returns what `produce_kv` needs: blocks
@@ -136,13 +131,13 @@ def begin_produce(k: cutlass.Constexpr):
     if p.kv_head >= c.shape.kv_heads:
         total = Int32(0)
     last = cutlass.max(tail_first + tail_count - 1, 0)
-    page0 = page_of(k, block_at(k, p, n_main, tail_first, last, Int32(0)))
-    page1 = page_of(k, block_at(k, p, n_main, tail_first, last, Int32(1)))
+    page0 = page_of(k, nth_block(k, p, n_main, tail_first, last, Int32(0)))
+    page1 = page_of(k, nth_block(k, p, n_main, tail_first, last, Int32(1)))
     return n_main, total, tail_first, last, page0, page1
 
 
 @cute.jit
-def block_at(k: cutlass.Constexpr, p: cutlass.Constexpr, n_main: Int32, tail_first: Int32,
+def nth_block(k: cutlass.Constexpr, p: cutlass.Constexpr, n_main: Int32, tail_first: Int32,
              last: Int32, i: Int32):  # fmt: skip
     """The i-th block this CTA reads; beyond its last, some block of the slot."""
     block = p.split + i * k.c.splits
@@ -164,16 +159,13 @@ def produce_kv(
 ):
     """The producer warp, behind the layer's qkv weights: this CTA's committed KV of the layer.
     Pages are looked up two blocks ahead, out of the stream's way."""
-    c, s, p = k.c, k.c.shape, Places(k)
+    layers, p = k.c.shape.layers, Places(k)
     n_main, total, tail_first, last, page0, page1 = step
     for i in cutlass.range(total, unroll=1):
         now, page0 = page0, page1
-        page1 = page_of(k, block_at(k, p, n_main, tail_first, last, i + 2))
-        block = (Int64(now) * s.layers + layer) * s.kv_heads + p.kv_head
-        at = k.kv_pool + block * c.kv_block_bytes
-        for _ in cutlass.range(stages_per_block(c), unroll=1):
-            stage, parity, issued, landed, landed_parity = issue(
-                k.ring, at, Int32(KV_COPY), stage, parity, issued, landed, landed_parity
-            )
-            at = at + KV_COPY
+        page1 = page_of(k, nth_block(k, p, n_main, tail_first, last, i + 2))
+        stage, parity, issued, landed, landed_parity = issue_block(
+            k, block_at(k, k.kv_pool, layers, now, layer, p.kv_head),
+            stage, parity, issued, landed, landed_parity,
+        )  # fmt: skip
     return stage, parity, issued, landed, landed_parity

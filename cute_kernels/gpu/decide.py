@@ -70,18 +70,15 @@ NO_VALUE = 0x7FC00000  # a NaN that is not EMPTY
 def take_results(k: cutlass.Constexpr, row: Int32):
     """Warp 0: wait for the row's results, note them, set them back to EMPTY."""
     words = head.result_words(k)
-    tries, since = Int32(0), Int64(0)
-    while sync.any_lane_empty(head.ask_results(k, words, row)) != 0:
-        tries, since = sync.overdue(tries, since)
+    head.wait_results(k, words, row)
     sync.fence_gpu()  # the logits are read behind this
     largest, top, log_sum, flags = head.merge_results(k, words)
     for i in cutlass.range_constexpr(words.layout.shape // 4):
         cta = k.lane + 32 * i
-        if cta < k.c.ctas:
-            sync.st_words(head.result_address(k, row, cta), [Uint32(sync.EMPTY)] * 4)
         if cta < padded_ctas(k):
             logit = sync.choose(cta < k.c.ctas, sync.as_float(words[4 * i]), -INF)
             sync.sts(k.red + MAXIMA_AT + 4 * cta, logit)
+    head.clear_row(k, row)
     sync.fence_gpu()  # EMPTY before DECISION
     if k.lane == 0:
         for name, v in ((W.LARGEST, largest), (W.TOP, top), (W.LOG_SUM, log_sum)):

@@ -30,14 +30,14 @@ from cute_kernels.gpu.attention_blocks import (
 )
 from cute_kernels.gpu.attention_merge import publish_row, row_parts, take_parts
 from cute_kernels.gpu.attention_plan import ROWS, halves, stages_per_block
-from cute_kernels.gpu.attention_stream import Places, desc_int, load_factors, page_of
+from cute_kernels.gpu.attention_stream import Places, desc_int, load_factors
 from cute_kernels.gpu.board import Desc
-from cute_kernels.gpu.config import KV_COPY
 from cute_kernels.gpu.context import wait_keys
 from cute_kernels.gpu.core import arg
 from cute_kernels.gpu.kv_layout import PAGE
+from cute_kernels.gpu.pages import block_at, issue_block, page_of
 from cute_kernels.gpu.prompt_attention import value_masks
-from cute_kernels.gpu.ring import advance, issue
+from cute_kernels.gpu.ring import advance
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import Buffers
 
@@ -261,13 +261,10 @@ def produce_kv(
                 wait_keys(k)
                 told = Int32(1)
         page = cute.arch.shuffle_sync(pages, i & 31)
-        at = (Int64(page) * k.draft_layers + layer) * s.kv_heads + p.kv_head
-        at = pool + at * c.kv_block_bytes
-        for _ in cutlass.range(stages_per_block(c), unroll=1):
-            stage, parity, issued, landed, landed_parity = issue(
-                k.ring, at, Int32(KV_COPY), stage, parity, issued, landed, landed_parity
-            )
-            at = at + KV_COPY
+        stage, parity, issued, landed, landed_parity = issue_block(
+            k, block_at(k, pool, k.draft_layers, page, layer, p.kv_head),
+            stage, parity, issued, landed, landed_parity,
+        )  # fmt: skip
     if told == 0:
         wait_keys(k)
     return stage, parity, issued, landed, landed_parity

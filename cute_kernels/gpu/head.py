@@ -158,6 +158,14 @@ def ask_results(k, words, row):
     return sync.largest([words[i] for i in range(words.layout.shape)])
 
 
+@cute.jit
+def wait_results(k: cutlass.Constexpr, words: cute.Tensor, row: Int32):
+    """A warp: until every CTA has spoken about the row."""
+    tries, since = Int32(0), Int64(0)
+    while sync.any_lane_empty(ask_results(k, words, row)) != 0:
+        tries, since = sync.overdue(tries, since)
+
+
 def result_words(k):
     return cute.make_rmem_tensor(cute.make_layout(-(-k.c.ctas // 32) * 4), Uint32)
 
@@ -179,10 +187,16 @@ def merge_results(k, words):
 
 
 @cute.jit
+def clear_row(k: cutlass.Constexpr, row: Int32):
+    """A warp: a row's results back to EMPTY; a fence must follow."""
+    cta = k.lane
+    while cta < k.c.ctas:
+        sync.st_words(result_address(k, row, cta), [Uint32(sync.EMPTY)] * 4)
+        cta = cta + 32
+
+
+@cute.jit
 def clear_results(k: cutlass.Constexpr, rows: Int32):
     """Back to EMPTY, before the next descriptor is published (with a fence in between)."""
     for row in cutlass.range(rows, unroll=1):
-        cta = k.lane
-        while cta < k.c.ctas:
-            sync.st_words(result_address(k, row, cta), [Uint32(sync.EMPTY)] * 4)
-            cta = cta + 32
+        clear_row(k, row)

@@ -11,6 +11,7 @@ from cute_kernels.gpu import sync
 from cute_kernels.gpu.config import CHUNK
 from cute_kernels.gpu.fragments import bf16_pair, unpack_pair
 from cute_kernels.gpu.kv_layout import PAGE
+from cute_kernels.gpu.pages import block_at, page_of
 from cute_kernels.gpu.rotary import head_factor, head_weights, scaled, turn
 from cute_kernels.gpu.sync import ptx_read
 
@@ -84,17 +85,6 @@ def rotated(k, rope, vectors, position, weights, normed=None):
 
 
 # -- pages ---------------------------------------------------------------------------------------
-def block_at(k, pool, layers, page, layer, kv_head):
-    """Address of a block; 64-bit from the page on: a pool may be larger than 4 GiB."""
-    at = (Int64(page) * layers + Int64(layer)) * k.c.shape.kv_heads + Int64(kv_head)
-    return pool + at * k.c.kv_block_bytes
-
-
-def page_of(k, block):
-    # not through the read-only cache: the table changes between steps
-    return Int32(sync.ld_word(k.pages + Int64(block) * 4))
-
-
 def store_key(k, to, place, words):
     """A head's words into its K row (`key_order`): the four lanes of a row fill 16-byte pieces."""
     t = k.lane & 3

@@ -32,8 +32,9 @@ from cute_kernels.gpu.attention_plan import stages_per_block
 from cute_kernels.gpu.config import KV_COPY
 from cute_kernels.gpu.core import arg
 from cute_kernels.gpu.fragments import bf16_pair
-from cute_kernels.gpu.keys import block_at, head_vectors, page_of, rotated
+from cute_kernels.gpu.keys import head_vectors, rotated
 from cute_kernels.gpu.kv_layout import PAGE
+from cute_kernels.gpu.pages import block_at, issue_block, page_of
 from cute_kernels.gpu.prompt_plan import (
     COLUMNS_BYTES,
     ROW_TILE,
@@ -41,7 +42,7 @@ from cute_kernels.gpu.prompt_plan import (
     task_count,
     task_tiles,
 )
-from cute_kernels.gpu.ring import advance, issue
+from cute_kernels.gpu.ring import advance
 from cute_kernels.gpu.rotary import norm_weights
 from cute_kernels.gpu.rows_gemm import store_tile
 
@@ -210,12 +211,9 @@ def produce_keys(
                     told = Int32(1)
             head = index % c.shape.kv_heads
             at = block_at(k, k.kv_pool, k.layers, page_of(k, block), layer, head)
-            for _ in cutlass.range_constexpr(stages_per_block(c)):
-                stage, parity, issued, landed, landed_parity = issue(
-                    k.ring, at, Int32(KV_COPY),
-                    stage, parity, issued, landed, landed_parity,
-                )  # fmt: skip
-                at = at + KV_COPY
+            stage, parity, issued, landed, landed_parity = issue_block(
+                k, at, stage, parity, issued, landed, landed_parity
+            )
         index = index + c.ctas
     return stage, parity, issued, landed, landed_parity
 

@@ -65,14 +65,10 @@ def log_sum_exp(k, words):
 @cute.jit
 def take_results(k: cutlass.Constexpr, row: Int32):
     """Warp 0: wait for the row's results, set them back to EMPTY, leave BEST and TOTAL."""
-    words, tries, since = head.result_words(k), Int32(0), Int64(0)
-    while sync.any_lane_empty(head.ask_results(k, words, row)) != 0:
-        tries, since = sync.overdue(tries, since)
+    words = head.result_words(k)
+    head.wait_results(k, words, row)
     top, column, total, flags = log_sum_exp(k, words)
-    cta = k.lane
-    while cta < k.c.ctas:
-        sync.st_words(head.result_address(k, row, cta), [Uint32(sync.EMPTY)] * 4)
-        cta = cta + 32
+    head.clear_row(k, row)
     sync.fence_gpu()
     if k.lane == 0:
         sync.sts_pair(k.attention + BEST, top, sync.as_float(column))
