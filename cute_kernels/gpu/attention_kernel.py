@@ -19,9 +19,9 @@ from cute_kernels.gpu.attention import stamp, take_rows
 from cute_kernels.gpu.board import Desc
 from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, ROWS, Config
 from cute_kernels.gpu.context import draft_begins, tell_keys
-from cute_kernels.gpu.core import Core, arg, carve, desc_word, init_barriers, places
+from cute_kernels.gpu.core import arg, call, desc_word, init_barriers
+from cute_kernels.gpu.entry import enter, geometry, register_split, resident
 from cute_kernels.gpu.grid_barrier import arrive_grid, barrier_side
-from cute_kernels.gpu.kernel import call, register_split
 from cute_kernels.gpu.tiles import Buffers
 
 DESC_WORDS = int(Desc.PATH) + 2 * ROWS
@@ -86,22 +86,15 @@ def make_attention(c: Config, form: str = "attention"):
 
     @cute.kernel
     def kernel(args: Int64, layers: Int32):
-        tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        smem, k = cutlass.memory.SmemAllocator(), Core()
-        block = smem.allocate_tensor(
-            cutlass.Uint8, cute.make_layout(c.smem_bytes), byte_alignment=1024
-        )
-        places(c, k, tid, bid)
-        carve(c, block.iterator.toint(), k)
+        k = enter(c)
         k.args, k.zero = args, Uint32(layers >> 30)
         k.stamps = arg(k, Arg.TIMES)
         k.kv_pool, k.pages = arg(k, Arg.KV_POOL), arg(k, Arg.PAGE_TABLE)
         k.draft_layers, k.drafting = Int32(c.shape.layers), form == "draft_attention"
         k.board = arg(k, Arg.BOARD)
-        if tid < DESC_WORDS:
-            word = sync.ld_word(k.board + Int64(tid) * 4)
-            sync.sts_int(k.desc + tid * 4, word)
+        if k.tid < DESC_WORDS:
+            word = sync.ld_word(k.board + Int64(k.tid) * 4)
+            sync.sts_int(k.desc + k.tid * 4, word)
         init_barriers(k)
         if k.wid >= c.warps:
             if cutlass.const_expr(c.setmaxnreg):
@@ -114,13 +107,9 @@ def make_attention(c: Config, form: str = "attention"):
             run_consumers(k, module, arg(k, Arg.ACT), desc_word(k, Desc.ROWS), layers)
 
     kernel.set_name_prefix(f"md_{form}", keep_mangled_name=False, remove_cutlass_symbol=True)
-    geometry = dict(grid=c.ctas, block=c.block, cluster=1, smem=c.smem_bytes)
 
     @cute.jit
     def launch(args: Int64, layers: Int32):
-        kernel(args, layers).launch(
-            grid=(c.ctas, 1, 1), block=(c.block, 1, 1), cooperative=True, min_blocks_per_mp=1,
-            smem=c.smem_bytes,
-        )  # fmt: skip
+        kernel(args, layers).launch(**resident(c))
 
-    return launch, [Int64(0), Int32(0)], geometry
+    return launch, [Int64(0), Int32(0)], geometry(c)

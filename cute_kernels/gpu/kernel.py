@@ -36,19 +36,17 @@ from cute_kernels.gpu.board import Board, Desc, Segment, Stamp
 from cute_kernels.gpu.config import KINDS, Config
 from cute_kernels.gpu.context import feature_address, tap_of
 from cute_kernels.gpu.core import (
-    Core,
     arg,
     block_phase,
     call,
-    carve,
     desc_word,
     init_barriers,
     memory,
     note_phase,
     note_time,
-    places,
 )
 from cute_kernels.gpu.embed import load_residual
+from cute_kernels.gpu.entry import enter, launcher, register_split
 from cute_kernels.gpu.gemm import plan_entry, run_phase
 from cute_kernels.gpu.janitor import LEAVING, last_copy, next_copy, run_janitor, tell_janitor
 from cute_kernels.gpu.producer import guess, prefetched, run_producer, start_of
@@ -286,14 +284,6 @@ class Parts:
         self.service = module({"wire": "service", "script": "scripted"}[service])
 
 
-def register_split(c: Config) -> tuple[int, int]:
-    """(registers a thread of the others, of the consumers). They share what the block is launched
-    with, no more: an increase beyond it would wait for ever."""
-    at_launch, many = 65536 // c.block // 8 * 8, 224
-    few = (at_launch * c.block - many * c.warps * 32) // (c.block - c.warps * 32) // 8 * 8
-    return few, many
-
-
 def make_kernel(c: Config, service: str = "script"):
     """Returns (jit launcher, example arguments, launch geometry).
 
@@ -305,14 +295,7 @@ def make_kernel(c: Config, service: str = "script"):
 
     @cute.kernel
     def kernel(args: Int64):
-        tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        smem, k = cutlass.memory.SmemAllocator(), Core()
-        block = smem.allocate_tensor(
-            cutlass.Uint8, cute.make_layout(c.smem_bytes), byte_alignment=1024
-        )
-        places(c, k, tid, bid)
-        carve(c, block.iterator.toint(), k)
+        k = enter(c)
         memory(c, k, args)
         init_barriers(k)
         if k.wid >= c.warps:
@@ -323,24 +306,14 @@ def make_kernel(c: Config, service: str = "script"):
             elif k.wid == c.warps + 1:
                 run_janitor(k)
             elif k.wid == c.warps + 2:
-                if bid == 0:
+                if k.bid == 0:
                     parts.service.run_service(k)
         else:
             if cutlass.const_expr(c.setmaxnreg):
                 cute.arch.setmaxregister_increase(many)
             run_consumers(k, parts)
 
-    kernel.set_name_prefix("md_kernel", keep_mangled_name=False, remove_cutlass_symbol=True)
-    geometry = dict(grid=c.ctas, block=c.block, cluster=1, smem=c.smem_bytes)
-
-    @cute.jit
-    def launch(args: Int64):
-        kernel(args).launch(
-            grid=(c.ctas, 1, 1), block=(c.block, 1, 1), cooperative=True, min_blocks_per_mp=1,
-            smem=c.smem_bytes,
-        )  # fmt: skip
-
-    return launch, [Int64(0)], geometry
+    return launcher(c, kernel, "md_kernel")
 
 
 assert KINDS[LM] == "lm" and KINDS[O] == "o"

@@ -13,7 +13,8 @@ from cutlass import Float32, Int32, Int64
 from cute_kernels.gpu import head, sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.config import ROWS, TILE, Config
-from cute_kernels.gpu.core import Core, arg, carve, init_barriers, memory, places
+from cute_kernels.gpu.core import arg, init_barriers, memory
+from cute_kernels.gpu.entry import enter, geometry
 from cute_kernels.gpu.gemm import plan_entry, run_phase
 from cute_kernels.gpu.ring import produce
 from cute_kernels.gpu.sync import ptx_read
@@ -82,14 +83,7 @@ def make_phase(c: Config, blocks_per_sm: int = 1):
 
     @cute.kernel
     def kernel(args: Int64, src: Int64, dst: Int64, residual: Int64, phase: Int32, rows: Int32):
-        tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        smem, k = cutlass.memory.SmemAllocator(), Core()
-        block = smem.allocate_tensor(
-            cutlass.Uint8, cute.make_layout(c.smem_bytes), byte_alignment=1024
-        )
-        places(c, k, tid, bid)
-        carve(c, block.iterator.toint(), k)
+        k = enter(c)
         memory(c, k, args)
         sync.let_dependents_start()
         init_barriers(k)
@@ -100,7 +94,6 @@ def make_phase(c: Config, blocks_per_sm: int = 1):
 
     name = f"md_phase_{c.phase}"
     kernel.set_name_prefix(name, keep_mangled_name=False, remove_cutlass_symbol=True)
-    geometry = dict(grid=c.ctas, block=c.block, cluster=1, smem=c.smem_bytes)
 
     @cute.jit
     def launch(args: Int64, src: Int64, dst: Int64, residual: Int64, phase: Int32, rows: Int32):
@@ -109,4 +102,4 @@ def make_phase(c: Config, blocks_per_sm: int = 1):
             preferred_smem_carveout=100, smem=c.smem_bytes,
         )  # fmt: skip
 
-    return launch, [Int64(0)] * 4 + [Int32(0)] * 2, geometry
+    return launch, [Int64(0)] * 4 + [Int32(0)] * 2, geometry(c)

@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.gpu.config import Config
-from cute_kernels.gpu.core import Core, carve, init_barriers, memory, places
-from cute_kernels.gpu.kernel import register_split
+from cute_kernels.gpu.core import init_barriers, memory
+from cute_kernels.gpu.entry import enter, geometry, register_split, resident
 from cute_kernels.gpu.prompt import chunk, produce_layers, run_layers
 
 
@@ -32,14 +32,7 @@ def make_prompt(c: Config, only: str = ""):
 
     @cute.kernel
     def kernel(args: Int64, rows: Int32, position: Int32, first: Int32, last: Int32):
-        tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        smem, k = cutlass.memory.SmemAllocator(), Core()
-        block = smem.allocate_tensor(
-            cutlass.Uint8, cute.make_layout(c.smem_bytes), byte_alignment=1024
-        )
-        places(c, k, tid, bid)
-        carve(c, block.iterator.toint(), k)
+        k = enter(c)
         memory(c, k, args)
         init_barriers(k)
         if k.wid >= c.warps:
@@ -54,13 +47,9 @@ def make_prompt(c: Config, only: str = ""):
 
     name = f"md_prompt_{only or 'all'}"
     kernel.set_name_prefix(name, keep_mangled_name=False, remove_cutlass_symbol=True)
-    geometry = dict(grid=c.ctas, block=c.block, cluster=1, smem=c.smem_bytes)
 
     @cute.jit
     def launch(args: Int64, rows: Int32, position: Int32, first: Int32, last: Int32):
-        kernel(args, rows, position, first, last).launch(
-            grid=(c.ctas, 1, 1), block=(c.block, 1, 1), cooperative=True, min_blocks_per_mp=1,
-            smem=c.smem_bytes,
-        )  # fmt: skip
+        kernel(args, rows, position, first, last).launch(**resident(c))
 
-    return launch, [Int64(0)] + [Int32(0)] * 4, geometry
+    return launch, [Int64(0)] + [Int32(0)] * 4, geometry(c)

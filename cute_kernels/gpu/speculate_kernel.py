@@ -13,9 +13,9 @@ from cute_kernels.gpu import sync
 from cute_kernels.gpu.arguments import Arg
 from cute_kernels.gpu.compact import compact
 from cute_kernels.gpu.config import Config
-from cute_kernels.gpu.core import Core, arg, carve, init_barriers, memory, places
+from cute_kernels.gpu.core import arg, init_barriers, memory
 from cute_kernels.gpu.decide import decide_rows
-from cute_kernels.gpu.kernel import register_split
+from cute_kernels.gpu.entry import enter, launcher, register_split
 from cute_kernels.gpu.rank import rank_rows
 from cute_kernels.gpu.tree import grow_tree
 
@@ -48,17 +48,10 @@ def make_speculate(c: Config, part: str):
 
     @cute.kernel
     def kernel(args: Int64):
-        tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
-        smem, k = cutlass.memory.SmemAllocator(), Core()
-        block = smem.allocate_tensor(
-            cutlass.Uint8, cute.make_layout(c.smem_bytes), byte_alignment=1024
-        )
-        places(c, k, tid, bid)
-        carve(c, block.iterator.toint(), k)
+        k = enter(c)
         memory(c, k, args)
-        if tid < DESC_WORDS:
-            sync.sts_int(k.desc + tid * 4, Int32(sync.ld_word(k.board + Int64(tid) * 4)))
+        if k.tid < DESC_WORDS:
+            sync.sts_int(k.desc + k.tid * 4, Int32(sync.ld_word(k.board + Int64(k.tid) * 4)))
         init_barriers(k)
         if k.wid >= c.warps:
             if cutlass.const_expr(c.setmaxnreg):
@@ -71,15 +64,4 @@ def make_speculate(c: Config, part: str):
                 run(k)
             note(k, 1)
 
-    name = f"md_{part}"
-    kernel.set_name_prefix(name, keep_mangled_name=False, remove_cutlass_symbol=True)
-    geometry = dict(grid=c.ctas, block=c.block, cluster=1, smem=c.smem_bytes)
-
-    @cute.jit
-    def launch(args: Int64):
-        kernel(args).launch(
-            grid=(c.ctas, 1, 1), block=(c.block, 1, 1), cooperative=True, min_blocks_per_mp=1,
-            smem=c.smem_bytes,
-        )  # fmt: skip
-
-    return launch, [Int64(0)], geometry
+    return launcher(c, kernel, f"md_{part}")
