@@ -27,7 +27,47 @@ import enum
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
-from cutlass.cute.arch.nvvm_wrappers import inline_ptx
+
+from cute_kernels.gpu.ptx import ptx_do, ptx_read
+from cute_kernels.gpu.shared import (  # noqa: F401 - beside the rest of what a kernel says
+    add_shared,
+    lds,
+    lds_byte,
+    lds_int,
+    lds_ints,
+    lds_long,
+    lds_longs,
+    lds_pair,
+    lds_quad,
+    lds_word,
+    lds_words,
+    sts,
+    sts_int,
+    sts_long,
+    sts_pair,
+    sts_quad,
+    sts_words,
+)
+from cute_kernels.gpu.words import (  # noqa: F401
+    any_lane_empty,
+    as_bits,
+    as_float,
+    as_int,
+    bits_below,
+    choose,
+    count_bits,
+    lanes_where,
+    larger,
+    largest,
+    least,
+    lowest_bit,
+    maximum,
+    select,
+    select_int,
+    smaller,
+    warp_max,
+    warp_reduce,
+)
 
 EMPTY = 0xFFFFFFFF
 KEEP = 0x14F0000000000000  # L2 policy evict-last: a word must not be in HBM when it is polled
@@ -42,15 +82,6 @@ class Barrier(enum.IntEnum):
     GROUPS = 2  # and the next 7: groups of consumer warps, attention's heads for one
     KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.py, context.tell_keys
     DRAFTING = 11  # the producer tells consumer warp 0: context.draft_begins
-
-
-def ptx_read(code, types, *args):
-    out = inline_ptx(code, write_only_types=types, read_only_args=list(args))
-    return list(out) if len(types) > 1 else out
-
-
-def ptx_do(code, *args):
-    inline_ptx(code, read_only_args=list(args))
 
 
 # -- counters and flags ------------------------------------------------------------------------
@@ -213,89 +244,6 @@ def st_words(addr, values):
     ptx_do(code, addr, *values, Uint64(KEEP))
 
 
-def select(condition, a, b):
-    """a if condition else b, without a branch."""
-    return ptx_read(
-        "{ .reg .pred q; setp.ne.u32 q, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, q; }",
-        [Uint32],
-        Int32(condition),
-        a,
-        b,
-    )
-
-
-def select_int(condition, a, b):
-    """The same for signed integers."""
-    return as_int(select(condition, Uint32(a), Uint32(b)))
-
-
-def choose(condition, a, b):
-    """The same for fp32."""
-    return ptx_read(
-        "{ .reg .pred q; setp.ne.u32 q, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, q; }",
-        [Float32],
-        Int32(condition),
-        Float32(a),
-        Float32(b),
-    )
-
-
-def larger(a, b):
-    """Unsigned. `cutlass.max` of a Uint32 literal and a register compiles to the signed maximum,
-    in which EMPTY is the smallest word of all."""
-    return ptx_read("max.u32 {$w0}, {$r0}, {$r1};", [Uint32], a, b)
-
-
-def smaller(a, b):
-    """Unsigned, likewise."""
-    return ptx_read("min.u32 {$w0}, {$r0}, {$r1};", [Uint32], a, b)
-
-
-def maximum(values):
-    """Of fp32 values, as a tree; `cutlass.max` takes a comparison and a selection each."""
-    while len(values) > 1:
-        code = "max.f32 {$w0}, {$r0}, {$r1};"
-        pairs = zip(values[::2], values[1::2], strict=False)
-        odd = values[len(values) // 2 * 2 :]
-        values = [ptx_read(code, [Float32], a, b) for a, b in pairs] + odd
-    return values[0]
-
-
-def least(a, b):
-    return ptx_read("min.f32 {$w0}, {$r0}, {$r1};", [Float32], a, b)
-
-
-def warp_max(v):
-    """The maximum of the warp's fp32 values, of which none is NaN, in all lanes. Order of signed
-    integers is theirs where those of negative ones are turned round."""
-    most = ptx_read(
-        "{ .reg .b32 s; shr.s32 s, {$r0}, 31; and.b32 s, s, 0x7fffffff; xor.b32 s, s, {$r0};"
-        " redux.sync.max.s32 {$w0}, s, 0xffffffff;"
-        " shr.s32 s, {$w0}, 31; and.b32 s, s, 0x7fffffff; xor.b32 {$w0}, s, {$w0}; }",
-        [Int32],
-        as_int(v),
-    )
-    return as_float(most)
-
-
-def largest(words):
-    """EMPTY if any of the words is."""
-    worst = words[0]
-    for w in words[1:]:
-        worst = larger(worst, w)
-    return worst
-
-
-def any_lane_empty(worst):
-    """Warp-uniform: 1 if any lane's `worst` is EMPTY."""
-    return ptx_read(
-        "{ .reg .pred q; setp.eq.u32 q, {$r0}, 0xffffffff;"
-        " vote.sync.any.pred q, q, 0xffffffff; selp.u32 {$w0}, 1, 0, q; }",
-        [Uint32],
-        worst,
-    )
-
-
 # -- deadlines ---------------------------------------------------------------------------------
 def trap():
     ptx_do("trap;")
@@ -420,118 +368,7 @@ def wait_for_prerequisites():
     ptx_do("griddepcontrol.wait;")
 
 
-# -- plain helpers that must stay in program order with the above ------------------------------
-def as_bits(v):
-    return ptx_read("mov.b32 {$w0}, {$r0};", [Uint32], v)
-
-
-def as_float(v):
-    return ptx_read("mov.b32 {$w0}, {$r0};", [Float32], v)
-
-
-def as_int(v):
-    return ptx_read("mov.b32 {$w0}, {$r0};", [Int32], v)
-
-
-def lds_words(addr):
-    return ptx_read("ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Uint32] * 4, addr)
-
-
-def lds_word(addr):
-    return ptx_read("ld.shared.b32 {$w0}, [{$r0}];", [Uint32], addr)
-
-
-def lds_int(addr):
-    return ptx_read("ld.shared.b32 {$w0}, [{$r0}];", [Int32], addr)
-
-
-def lds_byte(addr):
-    return ptx_read("ld.shared.u8 {$w0}, [{$r0}];", [Int32], addr)
-
-
-def lds_ints(addr):
-    return ptx_read("ld.shared.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Int32] * 4, addr)
-
-
-def lds_quad(addr):
-    return ptx_read("ld.shared.v4.f32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];", [Float32] * 4, addr)
-
-
-def lds_pair(addr):
-    return ptx_read("ld.shared.v2.f32 {{$w0},{$w1}}, [{$r0}];", [Float32] * 2, addr)
-
-
-def lds(addr):
-    return ptx_read("ld.shared.f32 {$w0}, [{$r0}];", [Float32], addr)
-
-
-def sts_words(addr, v):
-    ptx_do("st.shared.v4.b32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};", addr, *v)
-
-
-def sts_quad(addr, v):
-    ptx_do("st.shared.v4.f32 [{$r0}], {{$r1},{$r2},{$r3},{$r4}};", addr, *v)
-
-
-def sts_pair(addr, v0, v1):
-    ptx_do("st.shared.v2.f32 [{$r0}], {{$r1},{$r2}};", addr, v0, v1)
-
-
-def sts(addr, v):
-    ptx_do("st.shared.f32 [{$r0}], {$r1};", addr, v)
-
-
-def sts_int(addr, v):
-    ptx_do("st.shared.b32 [{$r0}], {$r1};", addr, v)
-
-
-def lds_long(addr):
-    return ptx_read("ld.shared.b64 {$w0}, [{$r0}];", [Int64], addr)
-
-
-def lds_longs(addr):
-    return ptx_read("ld.shared.v2.b64 {{$w0},{$w1}}, [{$r0}];", [Int64] * 2, addr)
-
-
-def sts_long(addr, v):
-    ptx_do("st.shared.b64 [{$r0}], {$r1};", addr, v)
-
-
-def add_shared(addr, v):
-    """Atomically; what was there before."""
-    return ptx_read("atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", [Int32], addr, v)
-
-
-# -- whole warps -------------------------------------------------------------------------------
-def warp_reduce(op, v):
-    """op: add, min, max or or, of unsigned words; the result in every lane."""
-    kind = "b32" if op == "or" else "u32"
-    return ptx_read(f"redux.sync.{op}.{kind} {{$w0}}, {{$r0}}, 0xffffffff;", [Uint32], v)
-
-
-def lanes_where(condition):
-    """A bit for every lane in which the condition holds."""
-    return ptx_read(
-        "{ .reg .pred q; setp.ne.u32 q, {$r0}, 0; vote.sync.ballot.b32 {$w0}, q, 0xffffffff; }",
-        [Uint32],
-        Int32(condition),
-    )
-
-
-def count_bits(word):
-    return ptx_read("popc.b32 {$w0}, {$r0};", [Int32], word)
-
-
-def bits_below(lane):
-    """A word with the bits of lower lanes."""
-    return ptx_read("{ .reg .b32 b; shl.b32 b, 1, {$r0}; sub.u32 {$w0}, b, 1; }", [Uint32], lane)
-
-
-def lowest_bit(word):
-    """Its place; the word is not 0."""
-    return ptx_read("{ .reg .b32 r; brev.b32 r, {$r0}; clz.b32 {$w0}, r; }", [Int32], word)
-
-
+# -- named barriers ----------------------------------------------------------------------------
 def group_sync(group, threads):
     """Some consumer warps. group (0 .. 7), threads: warp-uniform."""
     ptx_do("bar.sync {$r0}, {$r1};", group + int(Barrier.GROUPS), threads)
