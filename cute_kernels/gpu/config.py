@@ -24,6 +24,7 @@ ROWS = 16  # most rows of a decode step
 CHAINS = 2  # accumulators of a warp's partial sum: gemm.py
 SMEM_LIMIT = {"sm_90a": 232448, "sm_100a": 232448, "sm_120a": 101376}  # bytes per block
 KV_COPY = 16384  # bytes of KV in one stage of the ring
+MAX_VOCAB = 1 << 18  # a token id is part of one number: topk.py, prefix.py, walk.py
 COPIES = 3  # rotating copies of every activation buffer; see kernel.py
 
 
@@ -165,6 +166,11 @@ class Config:
 
     def __post_init__(self) -> None:
         s = self.shape
+        if s.vocab > MAX_VOCAB:
+            raise ValueError(
+                f"{s.name}: the vocabulary has {s.vocab} tokens; the GPU's kernels take up to"
+                f" {MAX_VOCAB}"
+            )
         sizes = {
             "qkv": (s.qkv, s.hidden),
             "o": (s.hidden, s.attended),

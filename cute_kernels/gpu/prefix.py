@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import exact, sync
+from cute_kernels.gpu.config import MAX_VOCAB
 from cute_kernels.gpu.fragments import exp2
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.topk import key_of, value_of
@@ -23,7 +24,7 @@ QUADS = 4  # vectors of four logits that a thread has in hand
 MASS = 2.0**44
 LOG2_E = 1.4426950408889634
 LOWEST, INF = -3.4028234663852886e38, float("inf")
-FIRST_ID = 1 << 18  # of -x, where ids take the logits' place: all have the same exponent
+FIRST_ID = MAX_VOCAB  # of -x, where ids take the logits' place: all have the same exponent
 ESTIMATE, SURVEY, GATHER, HISTOGRAM, DONE = range(5)
 
 

@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.gpu import sync
+from cute_kernels.gpu.config import MAX_VOCAB
 from cute_kernels.gpu.rank_plan import (
     FOUND,
     HOT,
@@ -30,7 +31,8 @@ from cute_kernels.gpu.rank_plan import (
 from cute_kernels.gpu.sync import ptx_read
 
 AT_ONCE, AGAIN_AT_ONCE = 16, 8  # vectors of a thread
-COLUMN_BITS = 18  # of a number: more columns than any vocabulary has
+COLUMN_BITS = 18  # of a number
+assert MAX_VOCAB <= 1 << COLUMN_BITS
 LOWEST_KEY = 0x00800000  # of the lowest finite value
 N_HOT, N_FOUND = WORDS, WORDS + 4
 FEW = 32  # candidates up to which a bound for each warp is near enough

@@ -12,12 +12,14 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.gpu import mapped, sync
 from cute_kernels.gpu.board import MAX_ROWS, ROW_WORDS, Decision, RowWord
+from cute_kernels.gpu.config import MAX_VOCAB
 from cute_kernels.gpu.descriptor import ask_decision, clear_decision
 from host.wire import FinishReason
 
 TURNS = MAX_ROWS // 32  # rows of a lane
 NOBODY = 254  # parent of a row that the tree does not have
-TOKEN_BITS = 24  # a vocabulary has at most 2^24 tokens
+TOKEN_BITS = 24
+assert MAX_VOCAB <= 1 << TOKEN_BITS
 
 
 def edge(parent, token):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cute_kernels.gpu import pack
-from cute_kernels.gpu.config import KINDS, LLAMA_1B, SHAPES, TILE, DraftShape, product
+from cute_kernels.gpu.config import KINDS, LLAMA_1B, MAX_VOCAB, SHAPES, TILE, DraftShape, product
 from cute_kernels.gpu.tiles import (
     Buffers,
     draft_bytes,
@@ -88,6 +88,17 @@ def test_every_cta_hears_of_the_layer_before():
     c = product("smollm2-135m", ctas=200, splits=32)
     with pytest.raises(ValueError, match="has a tile neither of down nor of the next"):
         make_plan(c, 2)
+
+
+def test_a_vocabulary_has_a_limit():
+    """Of what a token id has room for in topk.py and prefix.py."""
+    for vocab in (MAX_VOCAB, MAX_VOCAB + 1):
+        shape = dataclasses.replace(LLAMA_1B, vocab=vocab)
+        if vocab <= MAX_VOCAB:
+            assert product(shape).shape.vocab == vocab
+        else:
+            with pytest.raises(ValueError, match="262145 tokens; the GPU's kernels take up to"):
+                product(shape)
 
 
 @pytest.mark.parametrize("name", NAMES)
