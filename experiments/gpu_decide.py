@@ -20,8 +20,8 @@ import torch
 
 from cute_kernels.gpu.config import product
 from cute_kernels.gpu.load import Kernel
-from cute_kernels.gpu.sampling_block import SAMPLING
 from experiments.provenance import provenance
+from host.wire import SAMPLING
 from tests.gpu.decide_rig import Rig
 
 LAUNCHES = 25

@@ -85,9 +85,34 @@ PARAMS = np.dtype(
 """What a request's first pool block holds. From the next block on follow the prompt tokens (int32),
 and right behind them `bias_count` token ids (int32) and as many biases (float32)."""
 
+SAMPLING = np.dtype(
+    [
+        ("temperature", "f4"),  # 0: greedy
+        ("top_p", "f4"),  # 1: off
+        ("min_p", "f4"),  # 0: off
+        ("top_k", "i4"),  # 0: off
+        ("seed", "i8"),
+        ("logprobs", "i4"),  # alternatives to report with each token
+        ("bias_count", "i4"),
+        ("bias_ids", "i4", (MAX_BIAS,)),  # no id twice; ids outside the vocabulary do nothing
+        ("bias", "f4", (MAX_BIAS,)),  # -inf removes a token
+    ]
+)
+"""How a slot's tokens are chosen: what a device makes of the parameters when it admits a request,
+and reads whenever it decides. Without gaps; the two arrays begin at multiples of 16 bytes."""
+
 assert REQUEST.itemsize == 64
 assert COMPLETION.itemsize == 64
 assert PARAMS.itemsize == BLOCK_BYTES
+
+
+def sampling_at(field: str) -> int:
+    """Byte offset of a field of SAMPLING."""
+    assert SAMPLING.fields is not None
+    return int(SAMPLING.fields[field][1])
+
+
+assert sampling_at("bias_ids") % 16 == sampling_at("bias") % 16 == SAMPLING.itemsize % 16 == 0
 ENTRY_WORDS = 8
 SEQUENCE_WORD = 7
 assert REQUEST.fields is not None

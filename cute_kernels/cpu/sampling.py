@@ -45,27 +45,6 @@ from cute_kernels.cpu.topk import (
 from cute_kernels.cpu.vecmath import argmax, emit_exp, exp, log, sum_exp
 from host.jit import jit
 
-MAX_BIAS = 300
-"""The most logit-bias pairs of a request."""
-
-MAX_LOGPROBS = 20
-"""The most alternatives a request gets with each token."""
-
-SAMPLING = np.dtype(
-    [
-        ("temperature", "f4"),  # 0: greedy
-        ("top_p", "f4"),  # 1: off
-        ("min_p", "f4"),  # 0: off
-        ("top_k", "i4"),  # 0: off
-        ("seed", "i8"),
-        ("logprobs", "i4"),  # alternatives to report with each token
-        ("bias_count", "i4"),
-        ("bias_ids", "i4", (MAX_BIAS,)),
-        ("bias", "f4", (MAX_BIAS,)),
-    ]
-)
-"""How a request's tokens are chosen. Bias may be -inf, which removes a token."""
-
 _HIGHEST = float(np.finfo(np.float32).max)
 _NAN = np.float32(np.nan)
 _FEW = 1024
@@ -236,7 +215,7 @@ def decide(logits, vocab, sampling, position, space, worker):
     """The token that follows a row of logits, and its log-probability: `(int64, float32)`.
 
     `logits` is a row of at least `vocab` float32 rounded up to a multiple of 16; `sampling` a
-    record of `SAMPLING`; `position` the absolute position the token will have; `space` a
+    record of `host.wire.SAMPLING`; `position` the absolute position the token will have; `space` a
     `Workspace` of which row `worker` is used. The log-probability is that of the raw logits, before
     bias and temperature. Token -1, log-probability NaN: there is a NaN or +inf among the logits, or
     nothing is left above -inf.

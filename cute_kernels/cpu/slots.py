@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cute_kernels.cpu.sampling import SAMPLING
 from cute_kernels.cpu.state import MAX_DEPTH, Batch
-from host.wire import MAX_ALTERNATIVES, MAX_STOP_IDS, REQUEST
+from host.wire import MAX_ALTERNATIVES, MAX_STOP_IDS, REQUEST, SAMPLING
 
 STEP_TOKENS = MAX_DEPTH + 1
 """Most tokens one step can commit for a slot: a whole path and the token after it."""

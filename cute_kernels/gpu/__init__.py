@@ -15,7 +15,7 @@ Importing this package does not import cutlass; the modules with kernels do. A w
 4. A prompt: prompt, rows_gemm, prompt_attention, prompt_plan.
 5. A speculative step: compact, context, draft_attention, rank and topk, tree, verify, decide.
 6. The loop without a host: service (between launch and park), admission, control, service_block.
-7. Building and running: build, load, entry (how kernels begin); phase, prompt_kernel and attention_kernel (parts as kernels of
-   their own), scripted and script (a list of steps instead of a host), echo and probes (the wire
-   and the rules of memory on their own).
+7. Building and running: build, load, entry (how kernels begin); phase, prompt_kernel and
+   attention_kernel (parts as kernels of their own), scripted and script (a list of steps instead of
+   a host), echo and probes (the wire and the rules of memory on their own).
 """

@@ -22,7 +22,6 @@ from cute_kernels.gpu.control import (
     put,
 )
 from cute_kernels.gpu.core import arg
-from cute_kernels.gpu.sampling_block import offset
 from cute_kernels.gpu.service_block import PARAMS_AT, Own, Stage
 from host.wire import (
     BLOCK_BYTES,
@@ -31,6 +30,7 @@ from host.wire import (
     REQUEST,
     CompletionKind,
     FinishReason,
+    sampling_at,
     step_worst_case,
 )
 
@@ -173,8 +173,8 @@ def _words_of_sampling():
     for name in ("temperature", "top_p", "min_p", "top_k", "seed", "logprobs", "bias_count"):
         kind, at = PARAMS.fields[name][:2]
         for i in range(kind.itemsize // 4):
-            found[offset(name) // 4 + i] = at // 4 + i
-    assert sorted(found) == list(range(offset("bias_ids") // 4)) and max(found.values()) < 16
+            found[sampling_at(name) // 4 + i] = at // 4 + i
+    assert sorted(found) == list(range(sampling_at("bias_ids") // 4)) and max(found.values()) < 16
     return [found[i] for i in sorted(found)]
 
 
@@ -219,8 +219,8 @@ def copy_biases(s: cutlass.Constexpr, source: Int64):
     i, sampling = s.lane, arg(s.k, Arg.SAMPLING)
     while i < count:
         token, bias = mapped.ld_int(source + 4 * i), mapped.ld_int(source + 4 * (count + i))
-        mapped.st_own_int(sampling + offset("bias_ids") + 4 * Int64(i), token)
-        mapped.st_own_int(sampling + offset("bias") + 4 * Int64(i), bias)
+        mapped.st_own_int(sampling + sampling_at("bias_ids") + 4 * Int64(i), token)
+        mapped.st_own_int(sampling + sampling_at("bias") + 4 * Int64(i), bias)
         i = i + 32
     cute.arch.sync_warp()
 

@@ -8,8 +8,8 @@ from cute_kernels.gpu.board import FEW_ROWS, MAX_ROWS, ROW_WORDS
 from cute_kernels.gpu.config import CHUNK, CHUNK_BYTES, COPIES, Config, DraftShape
 from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES, PromptBuffers
 from cute_kernels.gpu.rank_plan import RANKED_BYTES
-from cute_kernels.gpu.sampling_block import MAX_LOGPROBS, SAMPLING
 from cute_kernels.gpu.tiles import Buffers
+from host.wire import MAX_ALTERNATIVES, SAMPLING
 
 
 def step_buffers(c: Config) -> dict[str, int]:
@@ -18,7 +18,7 @@ def step_buffers(c: Config) -> dict[str, int]:
         "ACT": COPIES * Buffers.of(c).bytes,
         "LOGITS": MAX_ROWS * c.logit_stride * 4,
         "PROMPT_ACT": PromptBuffers.of(c).bytes,
-        "ALTERNATIVES": MAX_ROWS * MAX_LOGPROBS * 8,
+        "ALTERNATIVES": MAX_ROWS * MAX_ALTERNATIVES * 8,
         "SAMPLING": SAMPLING.itemsize,
         "ROW_TABLE": MAX_ROWS * ROW_WORDS * 4,  # without a drafter it is looked at, and not used
     }

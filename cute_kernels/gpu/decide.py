@@ -58,8 +58,8 @@ from cute_kernels.gpu.prefix_search import (
     widened,
 )
 from cute_kernels.gpu.race import run_race, winner
-from cute_kernels.gpu.sampling_block import MAX_BIAS, MAX_LOGPROBS, offset
 from cute_kernels.gpu.sync import ptx_do
+from host.wire import MAX_ALTERNATIVES, MAX_BIAS, sampling_at
 
 ALTERNATIVES, TOP_K, TOP_P = range(3)  # prefixes of a row, in the order they are searched
 NO_VALUE = 0x7FC00000  # a NaN that is not EMPTY
@@ -99,13 +99,15 @@ def padded_ctas(k):
 # -- bias ----------------------------------------------------------------------------------------
 def bias_at(how, row, i):
     """(address of the logit, bias) of pair i; behind `bias_in`."""
-    token = sync.as_int(sync.ld_word(how + offset("bias_ids") + Int64(i) * 4))
-    return row + Int64(token) * 4, sync.ld_float(how + offset("bias") + Int64(i) * 4)
+    token = sync.as_int(sync.ld_word(how + sampling_at("bias_ids") + Int64(i) * 4))
+    return row + Int64(token) * 4, sync.ld_float(how + sampling_at("bias") + Int64(i) * 4)
 
 
 def bias_in(k, how, i, count):
     """1 where pair i names a token of the vocabulary."""
-    token = sync.ld_word(how + offset("bias_ids") + Int64(cutlass.min(i, Int32(MAX_BIAS - 1))) * 4)
+    token = sync.ld_word(
+        how + sampling_at("bias_ids") + Int64(cutlass.min(i, Int32(MAX_BIAS - 1))) * 4
+    )
     return Int32(i < count) & Int32(token < k.c.shape.vocab)
 
 
@@ -212,7 +214,7 @@ def write_alternatives(k: cutlass.Constexpr, row: Int32, count: Int32):
     vocabulary has no more. Then the prefix is the whole row again."""
     kept = word(k, W.KEPT)
     if k.tid < count:
-        to = arg(k, Arg.ALTERNATIVES) + Int64(row * MAX_LOGPROBS + k.tid) * 8
+        to = arg(k, Arg.ALTERNATIVES) + Int64(row * MAX_ALTERNATIVES + k.tid) * 8
         token, logprob = Int32(-1), Float32(0.0)
         if k.tid < kept:
             token = entry_id(entry(k, k.tid))
@@ -265,7 +267,7 @@ def decide_row(k: cutlass.Constexpr, how: Int64, logits: Int64, row: Int32):
                 find_largest(k, logits)
             limit, wanted = Int32(0), Int32(logprobs > 0)
             if search_for == ALTERNATIVES:
-                limit = cutlass.min(logprobs, Int32(MAX_LOGPROBS))
+                limit = cutlass.min(logprobs, Int32(MAX_ALTERNATIVES))
             else:
                 is_free = Int32(temperature > 0.0) & (1 - word(k, W.FLAGS))
                 wanted = is_free & Int32(top_p < 1.0)

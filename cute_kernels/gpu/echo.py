@@ -45,9 +45,8 @@ from cute_kernels.gpu.echo_rules import (
     VOCAB,
     state_words,
 )
-from cute_kernels.gpu.sampling_block import offset
 from cute_kernels.gpu.service import run_service
-from host.wire import MAX_ALTERNATIVES
+from host.wire import MAX_ALTERNATIVES, sampling_at
 
 KEYS = ROW_STATE
 """Of a CTA's memory: the digests of the last step's rows, then the keys by position. What else a
@@ -120,16 +119,16 @@ def _decide(k: cutlass.Constexpr, h: Uint32, row: Int32):
     """A row's token, and its alternatives. Not greedy: shifted by what the request asks with."""
     how = arg(k, Arg.SAMPLING)
     shift = Int32(0)
-    if _load(how, Int32(offset("temperature") // 4)) != 0:
+    if _load(how, Int32(sampling_at("temperature") // 4)) != 0:
         names = ("top_p", "min_p", "top_k", "seed")
         for i in cutlass.range_constexpr(len(names)):
-            shift = shift * 3 + _load(how, Int32(offset(names[i]) // 4))
-    for i in cutlass.range(_load(how, Int32(offset("bias_count") // 4)), unroll=1):
-        token = _load(how, offset("bias_ids") // 4 + i)
-        shift = shift * 3 + token + _load(how, offset("bias") // 4 + i)
+            shift = shift * 3 + _load(how, Int32(sampling_at(names[i]) // 4))
+    for i in cutlass.range(_load(how, Int32(sampling_at("bias_count") // 4)), unroll=1):
+        token = _load(how, sampling_at("bias_ids") // 4 + i)
+        shift = shift * 3 + token + _load(how, sampling_at("bias") // 4 + i)
     token = Int32((h + Uint32(shift)) % Uint32(VOCAB))
     listed = arg(k, Arg.ALTERNATIVES)
-    for i in cutlass.range(_load(how, Int32(offset("logprobs") // 4)), unroll=1):
+    for i in cutlass.range(_load(how, Int32(sampling_at("logprobs") // 4)), unroll=1):
         at = 2 * (row * MAX_ALTERNATIVES + i)
         _store(listed, at, (token + 1 + i) % VOCAB)
         _store(listed, at + 1, sync.as_bits(LOGPROB - Float32(i)))

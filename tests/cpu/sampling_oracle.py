@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from cute_kernels.cpu.noise import GROUP, noise_of_group
-from cute_kernels.cpu.sampling import SAMPLING, _filter, decide, softmax_weights
+from cute_kernels.cpu.sampling import _filter, decide, softmax_weights
 from cute_kernels.cpu.simd import pointer
 from cute_kernels.cpu.topk import MASS, Workspace, make_workspace
 from cute_kernels.cpu.vecmath import argmax
 from host.jit import jit
+from host.wire import SAMPLING
 
 
 @jit

@@ -18,9 +18,10 @@ from sampling_oracle import (
     request,
 )
 
-from cute_kernels.cpu.sampling import MAX_LOGPROBS, alternatives, decide
+from cute_kernels.cpu.sampling import alternatives, decide
 from cute_kernels.cpu.topk import make_workspace
 from host.jit import jit
+from host.wire import MAX_ALTERNATIVES
 
 
 @jit
@@ -207,7 +208,7 @@ def test_nan_or_infinity_is_an_error_and_not_a_token(bad: float, temperature: fl
 @pytest.mark.parametrize("vocab", [1, 3, 50, 49_152])
 def test_alternatives_are_the_likeliest_tokens_of_the_raw_logits(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
-    for count in (0, 1, 5, MAX_LOGPROBS):
+    for count in (0, 1, 5, MAX_ALTERNATIVES):
         row = random_row(vocab, rng)
         ids, values = np.full(21, -7, np.int32), np.full(21, -7, np.float32)
         n = alternatives(padded(row), vocab, count, ids, values, poisoned(vocab), 0)

@@ -11,7 +11,7 @@ from cute_kernels.gpu.board import MAX_CTAS, MAX_ROWS, ROW_WORDS, Board, Desc, R
 from cute_kernels.gpu.board import make_board as fresh_board
 from cute_kernels.gpu.config import Config
 from cute_kernels.gpu.load import Kernel
-from cute_kernels.gpu.sampling_block import MAX_LOGPROBS
+from host.wire import MAX_ALTERNATIVES
 
 LOG2_E = 1.4426950408889634
 ANSWER = np.dtype([("token", "i4"), ("logprob", "f4"), ("flags", "i4"), ("spare", "i4")])
@@ -44,7 +44,7 @@ class Rig:
         stride = c.logit_stride
         self.logits = torch.full((MAX_ROWS, stride), float("nan"), device="cuda")
         self.times = torch.zeros(c.ctas, 2, dtype=torch.int64, device="cuda")
-        size = MAX_ROWS * MAX_LOGPROBS * ALTERNATIVE.itemsize
+        size = MAX_ROWS * MAX_ALTERNATIVES * ALTERNATIVE.itemsize
         self.written = torch.zeros(size, dtype=torch.uint8, device="cuda")
 
     def prepare(self, rows: np.ndarray, record: np.ndarray, positions: np.ndarray) -> None:
@@ -101,5 +101,5 @@ class Rig:
         words = board[Board.DECISION : Board.RESULT].reshape(MAX_ROWS, 4)
         assert (words[self.n :] == -1).all(), "a decision of no row"
         flat = self.written.cpu().numpy().view(ALTERNATIVE)
-        self.alternatives = flat.reshape(MAX_ROWS, MAX_LOGPROBS)[: self.n]
+        self.alternatives = flat.reshape(MAX_ROWS, MAX_ALTERNATIVES)[: self.n]
         return words[: self.n].copy().view(ANSWER)[:, 0]

@@ -18,11 +18,10 @@ from cute_kernels.gpu.echo_rules import (
     digest,
     state_words,
 )
-from cute_kernels.gpu.sampling_block import SAMPLING
 from cute_kernels.gpu.service_block import Own, make_block, wire_constants
 from host.cuda import CudaDevice, PinnedMemory, driver
 from host.link import Link
-from host.wire import MAX_ALTERNATIVES, PARAMS, FinishReason, Wire, Word, make_wire
+from host.wire import MAX_ALTERNATIVES, PARAMS, SAMPLING, FinishReason, Wire, Word, make_wire
 
 CTAS = 132
 LAYERS = 2

@@ -19,8 +19,8 @@ from cute_kernels.gpu.board import Desc, Segment
 from cute_kernels.gpu.buffers import step_buffers
 from cute_kernels.gpu.config import Config
 from cute_kernels.gpu.load import Kernel
-from cute_kernels.gpu.sampling_block import SAMPLING
 from cute_kernels.gpu.script import decode_step, draft_step, prompt_step, tree_step
+from host.wire import SAMPLING
 from tests.gpu.draft_case import DraftCase, random_drafter
 from tests.gpu.kernels import drafting
 from tests.gpu.model import Model

@@ -10,10 +10,10 @@ from cute_kernels.gpu.board import FEW_ROWS
 from cute_kernels.gpu.buffers import draft_buffers, step_buffers
 from cute_kernels.gpu.config import PAGE, Config, DraftShape
 from cute_kernels.gpu.kv_layout import swizzle_rows
-from cute_kernels.gpu.sampling_block import SAMPLING
 from cute_kernels.gpu.script import draft_phases, draft_step
 from cute_kernels.gpu.tiles import make_plan
 from cute_kernels.gpu.tree_rows import row_path
+from host.wire import SAMPLING
 from tests.gpu.model import Context, Model
 from tests.gpu.rig import Rig
 

@@ -7,7 +7,7 @@ the CPU device draws from the logits that the step leaves.
 import numpy as np
 import pytest
 
-from cute_kernels.gpu.sampling_block import MAX_LOGPROBS, SAMPLING
+from host.wire import MAX_ALTERNATIVES, SAMPLING
 from tests.gpu.kernels import scripted
 
 NAMES = [n for n in scripted() if n.startswith("decode-")]
@@ -25,7 +25,7 @@ def rig(request, load):
     model = Model(c.shape, seed=3)
     packed = model.packed(c) | dict(
         SAMPLING=torch.zeros(SAMPLING.itemsize, dtype=torch.uint8, device="cuda"),
-        ALTERNATIVES=torch.zeros(128, MAX_LOGPROBS, 2, dtype=torch.int32, device="cuda"),
+        ALTERNATIVES=torch.zeros(128, MAX_ALTERNATIVES, 2, dtype=torch.int32, device="cuda"),
     )
     return Rig(kernel, c, packed, Context(c.shape, COMMITTED, 128, 1))
 
