@@ -28,11 +28,11 @@ from cute_kernels.gpu.prefix import (
     DONE,
     ESTIMATE,
     GATHER,
-    HISTOGRAM,
     INF,
     LOWEST,
     MAXIMA_AT,
     QUADS,
+    SAMPLE,
     W,
     check,
     entry_id,
@@ -193,7 +193,7 @@ def find_prefix(k: cutlass.Constexpr, row: Int64, limit: Int32, temperature: Flo
     else:
         most = word(k, W.GUESS)
         few = (1 - by_mass) & Int32(limit <= most)
-        state = sync.select_int(few != 0, Int32(GATHER), Int32(HISTOGRAM))
+        state = sync.select_int(few != 0, Int32(GATHER), Int32(SAMPLE))
         if k.tid == 0:
             state = sync.select_int(by_mass != 0, Int32(ESTIMATE), state)
             open_search(k, Int64(limit), state)

@@ -20,12 +20,14 @@ from cute_kernels.gpu.topk import key_of, value_of
 
 LISTED = 512  # entries of a list, 8 bytes each: order key of the value, complemented, above the id
 BINS = 256
+UPPER = BINS  # a bin more: what a histogram's window has above it
 QUADS = 4  # vectors of four logits that a thread has in hand
 MASS = 2.0**44
 LOG2_E = 1.4426950408889634
 LOWEST, INF = -3.4028234663852886e38, float("inf")
 FIRST_ID = MAX_VOCAB  # of -x, where ids take the logits' place: all have the same exponent
-ESTIMATE, SURVEY, GATHER, HISTOGRAM, DONE = range(5)
+SPARSE_BITS = 4  # one of 16 vectors is a sample's
+ESTIMATE, SURVEY, GATHER, SAMPLE, HISTOGRAM, DONE = range(6)
 
 
 class W(IntEnum):
@@ -51,9 +53,11 @@ class W(IntEnum):
     LIMIT = 18  # 64 bits
     MOST = 20  # 64 bits: what the limit is at most, where LIMIT is what it is at least
     REACH = 22  # of race.py
+    CEIL = 23  # order key: BEFORE and ABOVE are of what is at or above; HIGH, or more
+    REST = 24  # 64 bits: what is beyond the end; below 0 where that is not known
 
 
-CONTROL_BYTES = 4 * (W.REACH + 1)
+CONTROL_BYTES = 4 * (W.REST + 2)
 SORTED_AT, MAXIMA_AT = 8 * LISTED, 16 * LISTED  # from the scratch for partial sums on
 
 
@@ -118,16 +122,22 @@ def quads(k):
     return -(-k.c.shape.vocab // 4)
 
 
-def load_quads(k, row, first, n, values):
-    """Vectors first + i threads + tid, i < n, of the row; what is not there is -inf."""
+def load_quads(k, row, first, n, values, sparse=0):
+    """Vectors first + i threads + tid, i < n, of the row, or of a sample (sparse: SPARSE_BITS, else
+    0); what is not there is -inf."""
     vocab, threads = k.c.shape.vocab, k.c.warps * 32
     for i in range(n):
-        quad = first + i * threads + k.tid
+        quad = sampled(first + i * threads + k.tid, sparse)
         four = sync.ld_floats_if(Int32(quad < quads(k)), row + Int64(quad) * 16, -INF)
         for e in range(4):
             if vocab % 4:
                 four[e] = sync.choose(4 * quad + e < vocab, four[e], -INF)
             values[4 * i + e] = four[e]
+
+
+def sampled(i, sparse):
+    """Vector i of a sample of every 2^sparse-th, not always the same of so many."""
+    return (i << sparse) + ((i * 5) & ((1 << sparse) - 1))
 
 
 def new_values(n):
@@ -198,9 +208,7 @@ def survey(k: cutlass.Constexpr, row: Int64, temperature: Float32, exactly: Int3
         for i in cutlass.range_constexpr(4 * QUADS):
             now[i] = coming[i]
         first = first + QUADS * threads
-    # a thread's sum has at most 57 bits: 2^13 tokens of 2^44
-    parts = [sync.warp_reduce("add", Uint32(total >> (20 * i)) & 0xFFFFF) for i in range(3)]
-    total = Int64(parts[0]) + (Int64(parts[1]) << 20) + (Int64(parts[2]) << 40)
+    total = over_warp(total)
     for d in cutlass.range_constexpr(5):
         about = about + cute.arch.shuffle_sync_bfly(about, offset=1 << d)
     if exactly == 0:
@@ -209,9 +217,15 @@ def survey(k: cutlass.Constexpr, row: Int64, temperature: Float32, exactly: Int3
         sync.sts_long(k.red + SORTED_AT + 8 * k.wid, total)
 
 
+def over_warp(total):
+    """The sum over the lanes. A lane's has at most 57 bits: 2^13 tokens of 2^44."""
+    parts = [sync.warp_reduce("add", Uint32(total >> (20 * i)) & 0xFFFFF) for i in range(3)]
+    return Int64(parts[0]) + (Int64(parts[1]) << 20) + (Int64(parts[2]) << 40)
+
+
 def bin_at(k, part, i):
-    """Low words of the masses, high words, numbers: three arrays of BINS words."""
-    return k.red + 4 * (part * BINS + i)
+    """Low words of the masses, high words, numbers: three arrays of BINS + 1 words."""
+    return k.red + 4 * (part * (BINS + 1) + i)
 
 
 @cute.jit
@@ -242,45 +256,68 @@ def bits_per_bin(span):
 
 
 @cute.jit
-def histogram(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float32):
-    """What [LOW, HIGH) holds, by bins of keys, which are 0 before."""
-    threads = k.c.warps * 32
+def histogram(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float32,
+              sparse: Int32):  # fmt: skip
+    """What [LOW, HIGH) holds, by bins of keys, and [HIGH, CEIL), in one; they are 0 before. Of a
+    sample (see `load_quads`) the bins are of equal width in logits."""
+    threads, vectors = k.c.warps * 32, (quads(k) + (1 << sparse) - 1) >> sparse
     cut, last, largest = number(k, W.CUT), word(k, W.LAST), number(k, W.LARGEST)
     ties, value = word(k, W.TIES), number(k, W.VALUE)
-    low_key = Uint32(word(k, W.LOW))
-    span = Uint32(word(k, W.HIGH)) - low_key
+    low_key, high_key = Uint32(word(k, W.LOW)), Uint32(word(k, W.HIGH))
+    span, reach = high_key - low_key, Uint32(word(k, W.CEIL)) - low_key
     bits, low = bits_per_bin(span), value_of(low_key)
+    high, per_logit = value_of(high_key), bins_per_logit(k)
     inverse, amount = exact.inverse_temperature(temperature), Int64(1)
     if by_mass != 0:
         amount = exact.mass(value, largest, inverse)
     varies = by_mass & (1 - ties)
     # equal neighbours are added up before they go to their bin
     same, total, n, first = Int32(0), Int64(0), Int32(0), Int32(0)
+    upper, n_upper = Int64(0), Int32(0)
     now, coming = new_values(QUADS), new_values(QUADS)
-    load_quads(k, row, first, QUADS, now)
-    while first < quads(k):
-        load_quads(k, row, first + QUADS * threads, QUADS, coming)
+    load_quads(k, row, first, QUADS, now, sparse)
+    while first < vectors:
+        load_quads(k, row, first + QUADS * threads, QUADS, coming, sparse)
         if ties != 0:
             turn_to_ids(now, first + k.tid, threads, value)
         for i in cutlass.range(QUADS, unroll=1):
             if sync.maximum([now[e] for e in range(4)]) >= low:
-                token = 4 * (first + i * threads + k.tid)
+                token = 4 * sampled(first + i * threads + k.tid, sparse)
                 for e in cutlass.range_constexpr(4):
                     from_low = key_of(now[e]) - low_key
                     logit = sync.choose(ties != 0, value, now[e])
-                    if (from_low < span) & (in_prefix(logit, token + e, cut, last) != 0):
-                        mine = Int32(from_low >> Uint32(bits))
-                        if mine != same:
-                            flush(k, same, total, n)
-                            same, total, n = mine, Int64(0), Int32(0)
+                    if (from_low < reach) & (in_prefix(logit, token + e, cut, last) != 0):
                         if varies != 0:
                             amount = exact.mass(now[e], largest, inverse)
-                        total, n = total + amount, n + 1
+                        if from_low < span:
+                            mine = Int32(from_low >> Uint32(bits))
+                            if sparse != 0:
+                                mine = bin_below(high - now[e], per_logit)
+                            if mine != same:
+                                flush(k, same, total, n)
+                                same, total, n = mine, Int64(0), Int32(0)
+                            total, n = total + amount, n + 1
+                        else:
+                            upper, n_upper = upper + amount, n_upper + 1
             shift(now)
         for i in cutlass.range_constexpr(4 * QUADS):
             now[i] = coming[i]
         first = first + QUADS * threads
     flush(k, same, total, n)
+    upper, n_upper = over_warp(upper), Int32(sync.warp_reduce("add", Uint32(n_upper)))
+    if k.lane == 0:
+        flush(k, Int32(UPPER), upper, n_upper)
+
+
+def bins_per_logit(k):
+    """Of a sample's bins."""
+    low, high = value_of(Uint32(word(k, W.LOW))), value_of(Uint32(word(k, W.HIGH)))
+    return ptx_read("div.approx.f32 {$w0}, {$r0}, {$r1};", [Float32], Float32(BINS), high - low)
+
+
+def bin_below(distance, per_logit):
+    """Of a sample, the bin of a logit that is so far below HIGH; the first is BINS - 1."""
+    return BINS - 1 - cutlass.min(cutlass.max(Int32(distance * per_logit), 0), BINS - 1)
 
 
 @cute.jit

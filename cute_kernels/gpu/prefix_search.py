@@ -8,11 +8,15 @@ their weights (top-p, integers of 2^-44, so that sums do not depend on their ord
                error is bounded, which nearly always leaves no doubt where the prefix ends
     sort       of these, in shared memory, and the end of the prefix among them
     histogram  a pass over the row: mass and number by 256 parts of a window of values
+    sample     the same over a sixteenth of the row: about where the end lies
 
 The largest logits of parts of the row (the CTAs' results) say from which value on there are some
-300 tokens. Those are gathered; if the end is not among them a window below is cut until it holds
-few enough tokens to list, by the bits of an order-preserving integer, 8 bits a pass. A window of a
-single value with more tokens than that goes on with x = -(2^18 + id) in the place of the logit.
+300 tokens. Those are gathered; if the end is not among them, a sample says in which window below it
+is likely to lie, with few tokens in it: every token of a histogram's window costs adding to shared
+memory, those above cost an addition in registers. If the end lies elsewhere, that window is taken.
+A window is cut until it holds few enough tokens to list, by the bits of an order-preserving
+integer, 8 bits a pass. A window of a single value with more tokens than that goes on with
+x = -(2^18 + id) in the place of the logit.
 
 KEPT says how many entries of the sorted list are the prefix, or is -1 if the list is only a part of
 it. A prefix that was found before (CUT, LAST) bounds the next: tokens outside of it do not count.
@@ -29,34 +33,38 @@ from cute_kernels.gpu.prefix import (
     BINS,
     DONE,
     ESTIMATE,
-    FIRST_ID,
     GATHER,
     HISTOGRAM,
     LISTED,
     LOWEST,
     MAXIMA_AT,
+    SAMPLE,
     SORTED_AT,
+    SPARSE_BITS,
     SURVEY,
     W,
     at,
     bin_at,
-    bits_per_bin,
     entry_id,
     entry_value,
     gather,
-    halves,
     histogram,
-    joined,
     number,
     put,
     survey,
     word,
 )
+from cute_kernels.gpu.prefix_window import (
+    LOWEST_KEY,
+    last_lane,
+    likely_window,
+    next_window,
+    shuffled_up,
+)
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.topk import key_of, value_of
 
 GUESSED = 330  # tokens that are gathered first
-LOWEST_KEY = 0x00800000  # of LOWEST
 
 
 # -- the list ------------------------------------------------------------------------------------
@@ -87,10 +95,6 @@ def is_before(a, b):
 def entry(k, i):
     """Of the sorted list."""
     return sync.lds_long(k.red + SORTED_AT + 8 * i)
-
-
-def shuffled_up(v, distance):
-    return joined(*(cute.arch.shuffle_sync_up(w, distance, mask_and_clamp=0) for w in halves(v)))
 
 
 @cute.jit
@@ -131,10 +135,6 @@ def count_kept(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Floa
     return kept, kept_most, beyond
 
 
-def last_lane(v):
-    return joined(*(cute.arch.shuffle_sync(w, 31) for w in halves(v)))
-
-
 @cute.jit
 def list_mass(k: cutlass.Constexpr, n: Int32, temperature: Float32):
     """Warp 0: of all entries."""
@@ -168,8 +168,9 @@ def end_in_list(k: cutlass.Constexpr, n: Int32, by_mass: Int32, temperature: Flo
             sync.sts_long(at(k, W.BEFORE), beyond)
             put(k, W.ABOVE, word(k, W.ABOVE) + n)
             put(k, W.HIGH, low)
-            put(k, W.LOW, widened(k, low, 0.5))
-            put(k, W.STATE, Int32(HISTOGRAM))
+            put(k, W.CEIL, low)
+            put(k, W.LOW, widened(k, low, 2.0))
+            put(k, W.STATE, Int32(SAMPLE))
         else:
             put(k, W.CUT, cut)
             put(k, W.LAST, entry_id(final))
@@ -195,6 +196,7 @@ def set_limit(k: cutlass.Constexpr, top_p: Float32, exactly: Int32):
         off = (total >> 12) + (1 << 18)
     sync.sts_long(at(k, W.LIMIT), exact.mass_limit(top_p, cutlass.max(total - off, Int64(0))))
     sync.sts_long(at(k, W.MOST), exact.mass_limit(top_p, total + off))
+    sync.sts_long(at(k, W.REST), total - sync.lds_long(at(k, W.LIMIT)))
 
 
 def guess(parts):
@@ -238,94 +240,15 @@ def open_search(k: cutlass.Constexpr, limit: Int64, state: Int32):
     """One thread; `floor_of_maxima` gives LOW."""
     put(k, W.STATE, state)
     put(k, W.HIGH, key_of(number(k, W.LARGEST)) + 1)
+    put(k, W.CEIL, key_of(number(k, W.LARGEST)) + 1)
     put(k, W.TIES, Int32(0))
     put(k, W.ABOVE, Int32(0))
     put(k, W.FOUND, Int32(0))
     sync.sts_long(at(k, W.BEFORE), Int64(0))
     sync.sts_long(at(k, W.LIMIT), limit)
     sync.sts_long(at(k, W.MOST), limit)
+    sync.sts_long(at(k, W.REST), Int64(-1))
     put(k, W.KEPT, Int32(-1))
-
-
-@cute.jit
-def next_window(k: cutlass.Constexpr):
-    """Warp 0, behind `histogram`: the bin in which the end lies, and what to do with it. A lane has
-    BINS / 32 bins, the first lane those of the largest values."""
-    each = BINS // 32
-    limit, before = sync.lds_long(at(k, W.LIMIT)), sync.lds_long(at(k, W.BEFORE))
-    mine, n = Int64(0), Int32(0)
-    for i in cutlass.range_constexpr(each):
-        b = BINS - 1 - (k.lane * each + i)
-        mine = mine + bin_mass(k, b)
-        n = n + sync.lds_int(bin_at(k, 2, b))
-    upto, n_upto = mine, n
-    for d in cutlass.range_constexpr(5):
-        below = shuffled_up(upto, 1 << d)
-        n_below = cute.arch.shuffle_sync_up(n_upto, 1 << d, mask_and_clamp=0)
-        if k.lane >= 1 << d:
-            upto, n_upto = upto + below, n_upto + n_below
-    above = word(k, W.ABOVE)
-    low, high = Uint32(word(k, W.LOW)), Uint32(word(k, W.HIGH))
-    whole = before + last_lane(upto)
-    n_whole = above + cute.arch.shuffle_sync(n_upto, 31)
-    cute.arch.sync_warp()
-    if whole < limit:
-        if k.lane == 0:
-            if low > LOWEST_KEY:
-                set_window(k, Uint32(LOWEST_KEY), low, whole, n_whole, Int32(HISTOGRAM))
-            else:  # all that there is does not reach the limit
-                put(k, W.STATE, Int32(DONE))
-    else:
-        before, above = before + upto - mine, above + n_upto - n
-        if (before < limit) & (before + mine >= limit):
-            bits = bits_per_bin(high - low)
-            found, b, i = Int32(0), Int32(0), Int32(0)
-            while found == 0:
-                b = BINS - 1 - (k.lane * each + i)
-                if before + bin_mass(k, b) >= limit:
-                    found = Int32(1)
-                else:
-                    before = before + bin_mass(k, b)
-                    above = above + sync.lds_int(bin_at(k, 2, b))
-                i = i + 1
-            bottom = low + (Uint32(b) << Uint32(bits))
-            top = sync.smaller(bottom - low + (Uint32(1) << Uint32(bits)), high - low) + low
-            take_bin(k, bottom, top, before, above, sync.lds_int(bin_at(k, 2, b)))
-    cute.arch.sync_warp()
-
-
-def bin_mass(k, b):
-    return joined(sync.lds_word(bin_at(k, 0, b)), sync.lds_word(bin_at(k, 1, b)))
-
-
-@cute.jit
-def set_window(k: cutlass.Constexpr, low: Uint32, high: Uint32, before: Int64, above: Int32,
-               state: Int32):  # fmt: skip
-    put(k, W.LOW, low)
-    put(k, W.HIGH, high)
-    put(k, W.ABOVE, above)
-    put(k, W.STATE, state)
-    put(k, W.FOUND, Int32(0))
-    sync.sts_long(at(k, W.BEFORE), before)
-
-
-@cute.jit
-def take_bin(k: cutlass.Constexpr, low: Uint32, high: Uint32, before: Int64, above: Int32,
-             n: Int32):  # fmt: skip
-    """One thread. n: tokens in [low, high)."""
-    ties = word(k, W.TIES)
-    if (above + n <= LISTED) & (ties == 0):
-        top = key_of(number(k, W.LARGEST)) + 1
-        set_window(k, low, top, Int64(0), Int32(0), Int32(GATHER))
-    elif n <= LISTED:
-        set_window(k, low, high, before, above, Int32(GATHER))
-    elif high - low == 1:
-        put(k, W.VALUE, value_of(low))
-        put(k, W.TIES, Int32(1))
-        first, end = key_of(Float32(-2.0 * FIRST_ID)), key_of(Float32(-1.0 * FIRST_ID)) + 1
-        set_window(k, first, end, before, above, Int32(HISTOGRAM))
-    else:
-        set_window(k, low, high, before, above, Int32(HISTOGRAM))
 
 
 @cute.jit
@@ -335,15 +258,19 @@ def search(k: cutlass.Constexpr, row: Int64, by_mass: Int32, temperature: Float3
     threads = k.c.warps * 32
     state = word(k, W.STATE)
     while state != DONE:
-        if state == HISTOGRAM:
-            for i in cutlass.range_constexpr(-(-3 * BINS // threads)):
-                if k.tid + i * threads < 3 * BINS:
+        if (state == HISTOGRAM) | (state == SAMPLE):
+            for i in cutlass.range_constexpr(-(-3 * (BINS + 1) // threads)):
+                if k.tid + i * threads < 3 * (BINS + 1):
                     sync.sts_int(bin_at(k, 0, k.tid + i * threads), Int32(0))
             sync.consumer_sync(threads)
-            histogram(k, row, by_mass, temperature)
+            sparse = sync.select_int(state == SAMPLE, Int32(SPARSE_BITS), Int32(0))
+            histogram(k, row, by_mass, temperature, sparse)
             sync.consumer_sync(threads)
             if k.wid == 0:
-                next_window(k)
+                if state == SAMPLE:
+                    likely_window(k)
+                else:
+                    next_window(k)
         else:
             exactly = Int32(state == SURVEY)
             if state == GATHER:

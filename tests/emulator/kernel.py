@@ -48,7 +48,8 @@ class EmulatedKernel:
         from cute_kernels.gpu.kernel import make_kernel
         from cute_kernels.gpu.speculate_kernel import make_speculate
 
-        at = folder / f"{part or 'script'}-{c.shape.name}-{build.source_hash()}.ptx"
+        key = build.content_key(f"{part} {c}", c.arch)
+        at = folder / f"{part or 'script'}-{c.shape.name}-{key}.ptx"
         if not at.exists():
             folder.mkdir(parents=True, exist_ok=True)
             launch, args, _ = make_speculate(c, part) if part else make_kernel(c, "script")
