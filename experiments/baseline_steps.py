@@ -6,7 +6,7 @@ Each rival of `experiments.baselines`, N rows, one sequence. `tokens`: what it w
 prompts, judged by the fp32 model: a token that fp32 would not have chosen is listed with how far
 its logit lies below the largest. `steps`: time of a step behind a context of random keys, each step
 committing a fixed number of tokens, so that nothing depends on the text: wall time of the whole
-loop, and device time of each graph replayed alone. graph_pdl needs kernels (--pdl).
+loop, and device time of each graph replayed alone. Forms with our phases need kernels (--pdl).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch
 from experiments.baselines import Baseline, Setup, make
 from experiments.baselines.models import OnDevice, gaps, open_model
 from experiments.common import default_device, figure, parser, quiet, save
+from experiments.cubins import PDL as PDL_KERNELS
+from experiments.cubins import find
 
 PROMPTS = Path(__file__).parent / "baselines" / "prompt_ids.json"
 COMMITTED = 4
@@ -158,7 +160,7 @@ def main() -> None:
     made.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192])
     made.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     made.add_argument("--rows", type=int, default=16)
-    made.add_argument("--pdl", type=Path, help="kernels of graph_pdl, built beforehand")
+    made.add_argument("--pdl", type=Path, help="kernels of our phases, built beforehand")
     made.add_argument("--prompts", type=int, default=4)
     made.add_argument("--tokens", type=int, default=96)
     made.add_argument("--steps", type=int, default=32)
@@ -167,6 +169,8 @@ def main() -> None:
     quiet()
     if args.quick:
         args.prompts, args.tokens, args.rounds = 2, 48, 2
+    if args.device == "cuda":
+        args.pdl = find(args.pdl, *PDL_KERNELS)
     if args.pdl is None:
         args.forms = [form for form in args.forms if FORMS[form][0] not in (PDL, HOST_PDL)]
     if args.device == "cpu":

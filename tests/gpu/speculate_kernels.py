@@ -1,4 +1,4 @@
-"""Ranks, tree, compaction:  python -m tests.gpu.speculate_kernels DIR [name ...]   builds anywhere."""
+"""Ranks, tree, compaction:  python -m tests.gpu.speculate_kernels DIR [name ...]    anywhere."""
 
 import dataclasses
 import json
