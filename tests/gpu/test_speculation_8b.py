@@ -1,6 +1,7 @@
-"""Speculation on the shapes of 8B models, on a GPU: random weights, a drafter of random weights, and
-a script in its place that is right as often as it is told to be. MEGADECODE_KERNELS: folder of built
-kernels.
+"""Speculation on the shapes of 8B models, on a GPU: random weights, and in the place of a drafter
+of random weights a script that is right as often as it is told to be.
+
+MEGADECODE_KERNELS: folder of built kernels.
 """
 
 import os
@@ -19,7 +20,7 @@ from megadecode.acceptance import propose  # noqa: E402
 from tests.gpu.speculating import close_all, exact, make, one, play, set_policy, tau  # noqa: E402
 from tests.gpu.table import note  # noqa: E402
 
-CTX, PROMPT, NEW = 1024, 123, 60  # the answer crosses two ends of pages
+CTX, PROMPT, NEW = 1024, 123, 70  # the answer crosses two ends of pages
 POLICIES = {"chain": (15, True), "N16": (15, False), "N32": (31, False)}
 MODES = {"greedy": {}, "warm": dict(temperature=0.8, top_p=0.95, seed=9)}
 
