@@ -34,7 +34,9 @@ from experiments.baseline_steps import (
     timed,
 )
 from experiments.baselines.models import OnDevice, open_model
-from experiments.common import default_device, need_gpu, parser, quiet, save
+from experiments.common import default_device, figure, need_gpu, parser, quiet, save
+from experiments.cubins import PDL as PDL_KERNELS
+from experiments.cubins import find
 from megadecode.acceptance import SCRIPTED
 from megadecode.presets import NAMES
 
@@ -71,9 +73,9 @@ def rates(row: dict[str, Any], tokens: float, prefill: float | None, args: Any) 
     return row
 
 
-def spread(us: list[float]) -> dict[str, float]:
-    """Median, least and largest."""
-    return {"us": statistics.median(us), "us_min": min(us), "us_max": max(us)}
+def spread(us: list[float]) -> dict[str, Any]:
+    """Median, least and largest, and the rounds."""
+    return {"us": statistics.median(us), "us_min": min(us), "us_max": max(us), "rounds": us}
 
 
 # -- rivals ----------------------------------------------------------------------------------------
@@ -92,7 +94,7 @@ def continued(rival: Any, context: int, args: Any, rounds: int) -> dict[str, Any
     prompt = text_of(context)
     made = [rival.generate(prompt, args.new_tokens) for _ in range(rounds)]
     row: dict[str, Any] = spread([m.seconds / m.steps * 1e6 for m in made])
-    row |= {"tau": sum(made[0].step_tokens) / made[0].steps, "rounds": rounds}
+    row["tau"] = sum(made[0].step_tokens) / made[0].steps
     rival.clock.on, rival.clock.seconds = True, {}
     short = rival.generate(prompt, min(64, args.new_tokens))
     rival.clock.on = False
@@ -127,7 +129,6 @@ def rival_cases(
         rounds = args.rounds if context <= LONG_CONTEXT else 1
         row = timed(rival, context, 8 if slow else args.steps, rounds)
         row |= {"form": form, "context": context, "acceptance": SCRIPTED, "tau": COMMITTED}
-        row["rounds"] = rounds
         keep(rates(row, COMMITTED, prompts_s[context], args))
 
 
@@ -155,7 +156,7 @@ def ours(args: Any, keep: Callable[[dict[str, Any]], None]) -> None:
                 row = runs[-1] | spread([run["us"] for run in runs])
                 prompt_s = statistics.median(run["ttft_s"] for run in runs)
                 row |= {
-                    "form": "megakernel", "context": context, "rounds": rounds,
+                    "form": "megakernel", "context": context,
                     "acceptance": SCRIPTED if scripted else DRAFTER,
                 }  # fmt: skip
                 del row["ttft_s"]
@@ -191,16 +192,21 @@ def main() -> None:
     args.device = default_device()
     if args.quick:
         args.rounds = 1
+    if PDL in args.forms:
+        args.pdl = find(args.pdl, *PDL_KERNELS)
     if args.pdl is None:
         args.forms = [form for form in args.forms if FORMS[form][0] != PDL]
     fields: dict[str, Any] = {
         "model": args.model, "rows": args.rows, "committed": COMMITTED,
         "scripted_acceptance": ACCEPTANCE, "new_tokens": args.new_tokens, "cases": [],
-        "failed": {},
+        "failed": {}, "figures": {},
     }  # fmt: skip
 
     def keep(row: dict[str, Any]) -> None:
         fields["cases"].append(row)
+        name = f"{args.model}, {row['form']} at {row['context']}, us"
+        kind = "device" if row["form"] == "megakernel" else "host"
+        fields["figures"][name] = figure(row["rounds"], kind)
         say(row)
 
     def attempt(form: str, work: Callable[[], None]) -> None:

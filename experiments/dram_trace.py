@@ -28,7 +28,8 @@ from experiments import phase_slots, pm_sampling
 from experiments.baseline_steps import COMMITTED, FORMS, PDL, forget, open_rival, setup_of
 from experiments.baselines.models import OnDevice, open_model
 from experiments.baselines.pdl_plan import MODELS as PDL_MODELS
-from experiments.common import need_gpu, parser, quiet, save
+from experiments.common import figure, need_gpu, parser, quiet, save
+from experiments.cubins import TRACED, find
 from experiments.pm_sampling import DRAM, SM
 
 MODELS = ("llama-3.1-8b", "smollm2-135m")
@@ -241,6 +242,7 @@ def main() -> None:
     need_gpu("dram_trace", "cupti-python and nvidia-cuda-cupti")
     quiet()
     args.device = "cuda"
+    args.pdl = find(args.pdl, *TRACED)
     if args.pdl is None:
         args.forms = [form for form in args.forms if FORMS[form][0] != PDL]
     torch.zeros(1, device="cuda")
@@ -250,6 +252,7 @@ def main() -> None:
     fields: dict[str, Any] = {
         "context": args.context, "rows": args.rows, "interval_us": pm_sampling.INTERVAL_NS / 1e3,
         "streams": plain, "stream_mean_percent": best, "models": {}, "failed": {},
+        "figures": {"stream, DRAM, % of the peak": figure([best])},
     }  # fmt: skip
 
     def attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -277,9 +280,11 @@ def main() -> None:
             if row is not None:
                 row["dram"]["of_the_stream"] = row["dram"]["mean_percent"] / best
                 rows[form] = row
+                share = figure([row["dram"]["of_the_stream"]], "share")
+                fields["figures"][f"{model}, {form}, DRAM, share of the stream"] = share
                 say(model, form, row)
                 save("dram_trace", args.json, "cuda", fields, args.quick)
-        del rivals
+        rivals.held = None
         forget()
     if args.pdl and (args.pdl / f"timed-{SLOTS_OF}-phases.json").exists():
         if (found := attempt("phase slots", lambda: slots(args))) is not None:

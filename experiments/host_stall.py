@@ -29,7 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import default_device, need_gpu, parser, quiet, save
+from experiments.common import default_device, figure, need_gpu, parser, quiet, save
+from experiments.cubins import PDL as PDL_KERNELS
+from experiments.cubins import find
 
 KERNEL = "megakernel"
 RIVALS = (
@@ -251,15 +253,22 @@ def main() -> None:
     argv += ["--pdl", str(args.pdl)] if args.pdl else []
     fields: dict[str, Any] = {
         "model": args.model, "rows": args.rows, "context": CONTEXT, "frozen_s": FROZEN,
-        "contenders": {}, "failed": {},
+        "contenders": {}, "failed": {}, "figures": {},
     }  # fmt: skip
     if args.quick:
         args.forms = [form for form in args.forms if form in QUICK]
+    if "graph_pdl" in args.forms:
+        args.pdl = find(args.pdl, *PDL_KERNELS)
     if args.pdl is None:
         args.forms = [form for form in args.forms if form != "graph_pdl"]
     for forms in (args.forms, [KERNEL] if args.kernels else []):
         if forms:
             run(list(forms), argv, fields["contenders"], fields["failed"])
+            for form, rows in fields["contenders"].items():
+                for name, row in rows.items():
+                    if name != "none":
+                        kept = figure([row["kept"]], "share")
+                        fields["figures"][f"{form}, {name}, share kept"] = kept
             save("host_stall", args.json, "cuda", fields, args.quick)
 
 

@@ -26,7 +26,7 @@ import torch
 from experiments.baseline_steps import COMMITTED, FORMS, forget, replay_us, setup_of, timed
 from experiments.baselines import Baseline, Eager, HostTree, Setup, make
 from experiments.baselines.models import OnDevice, open_model
-from experiments.common import default_device, parser, quiet, save
+from experiments.common import default_device, figure, parser, quiet, save
 from megadecode.drafter.config import FULL
 from megadecode.drafter.io import Drafter
 
@@ -170,7 +170,8 @@ def main() -> None:
     stages = dict(row["host_us"])
     fields: dict[str, Any] = {
         "model": args.model, "context": args.context, "rows": args.rows, "form": form,
-        "us": row["us"], "us_min": row["us_min"], "us_max": row["us_max"], "host_us": stages,
+        "us": row["us"], "rounds": row["rounds"], "host_us": stages,
+        "figures": {"a step, us": figure(row["rounds"], "host")},
     }  # fmt: skip
     if gpu:
         rival.pretend(args.context, 4)
@@ -185,6 +186,9 @@ def main() -> None:
         print("  on the device:", fields["graphs_us"], "idle:", f"{fields['idle_us']:.0f} us")
         fields["flat_share"] = FLAT
         fields["switches"] = switches(rounded, drafter, args)
+        fields["figures"] |= {
+            f"{name}, us": figure([row["us"]], "host") for name, row in fields["switches"].items()
+        }
     else:
         fields["engine_us"] = engine_stages(args)
         print("engine:", {k: round(v) for k, v in fields["engine_us"].items()})

@@ -65,8 +65,8 @@ def make_stream() -> tuple:
     return launch, [Int64(0), Int32(0)], dict(grid=CTAS, block=32, cluster=1, smem=smem_bytes)
 
 
-def main(folder: pathlib.Path) -> None:
-    """Build into `folder`."""
+def main(folder: pathlib.Path, names: list[str]) -> None:
+    """Build into `folder`; names: NAME or nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     what = f"pure stream {pathlib.Path(__file__).read_text()}"
     made = build.build(what, partial(make_stream), "sm_90a", folder.parent / "cache")
@@ -77,4 +77,4 @@ def main(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), sys.argv[2:])
