@@ -337,7 +337,7 @@ def test_auto_drafts_while_it_pays_and_never_shows(text, seed):
 
 
 def test_auto_decodes_plainly_where_rows_cost_too_much(text):
-    """The same drafter pays where a row costs little, and not where a row and a draft cost more than
+    """The same drafter pays where a row costs little, and not where it and a draft cost more than
     they bring."""
     said = mostly_right(text, 1)
     cheap, _, often = auto(text, said, row_us=2)
