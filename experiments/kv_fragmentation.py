@@ -1,12 +1,13 @@
 """What scattered pages cost: the same attention over KV in order, shuffled pages, single rows.
 
-    python -m experiments.kv_fragmentation
+    python -m experiments.kv_fragmentation [--cubins DIR]
 
-One layer's verify attention (split-KV, N rows) in a captured graph, us by events: keys in one
-piece, in pages of 64 that lie in order, the same shuffled over a pool four times as large, and
-pages of one position, shuffled. Outputs are compared. The difference between the first column and
-the others is what a defragmentation could win; what it costs is one copy of the cache, in the last
-column.
+One layer's verify attention (split-KV in Triton, N rows) in a captured graph, us by events: keys in
+one piece, in pages of 64 that lie in order, the same shuffled over a pool four times as large, and
+pages of one position, shuffled. Outputs are compared. `ours`: the megakernel's attention, whose
+pages have 64 positions, in order and shuffled; a hand-off to the next layer is in its figures. The
+caches of 16 layers are read in turn. The difference between pages in order and the others is what a
+defragmentation could win; what it costs is one copy of the cache, in the last column.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from experiments.baselines.graphs import Captured
-from experiments.common import need_gpu, parser, save
+from experiments.common import figure, need_gpu, parser, save
+from experiments.cubins import ATTENTION, find
 
 if TYPE_CHECKING:
     from experiments.baselines.split_kv import SplitKv
@@ -31,27 +34,31 @@ LAYOUTS = {
     "single rows shuffled": 1,
 }  # fmt: skip
 POOL = 4  # the pool's size in contexts
-COPIES = 6  # of the cache, read in turn, so that L2 does not keep a short one
+COPIES = 16  # of the cache, read in turn: as many as `ours` has layers
+ROUND_US = 10_000.0  # of replays between two events
 
 
-def graph_us(work: Callable[[], Any], rounds: int) -> float:
-    """Device time of a captured call, back to back, us."""
+def graph_us(work: Callable[[], Any], rounds: int) -> list[float]:
+    """Device time of a captured call, back to back, us, by rounds."""
     graph = Captured(lambda keys: work(), torch.cuda.graph_pool_handle())
     graph.prepare(0)
-    times = []
-    for _ in range(rounds):
+
+    def once(replays: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(10):
+        for _ in range(replays):
             graph(0)
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e2)
-    return statistics.median(times)
+        return start.elapsed_time(end) * 1e3 / replays
+
+    once(1)
+    replays = max(2, min(50, round(ROUND_US / once(1))))
+    return [once(replays) for _ in range(rounds)]
 
 
-def case(model: str, context: int, rows: int, rounds: int) -> dict[str, Any]:
-    """us by layout, and whether all give the same bits."""
+def case(model: str, context: int, rows: int, rounds: int, folder: Path | None) -> dict[str, Any]:
+    """us by layout, and whether all of Triton's give the same bits."""
     from experiments.baselines.split_kv import SplitKv
 
     device, (heads, kv_heads, d) = torch.device("cuda"), SHAPES[model]
@@ -60,7 +67,7 @@ def case(model: str, context: int, rows: int, rounds: int) -> dict[str, Any]:
     tree = torch.ones(rows, rows, dtype=torch.uint8, device=device).tril()
     length = torch.tensor([context], device=device)
     plain = torch.randn(COPIES, 2, kv_heads, capacity, d, device=device).bfloat16()
-    us: dict[str, float] = {}
+    samples: dict[str, list[float]] = {}
     outputs = []
     for name, page in LAYOUTS.items():
         kernel = SplitKv(rows, heads, kv_heads, d, device, page=page)
@@ -75,12 +82,58 @@ def case(model: str, context: int, rows: int, rounds: int) -> dict[str, Any]:
             pool[:, :, :, order] = plain.view(COPIES, 2, kv_heads, pages, page, d)
             pool = pool.flatten(3, 4)
         work = partial(read_all, kernel, q, pool, tree, length, table)
-        us[name] = graph_us(work, rounds) / COPIES
+        samples[name] = [us / COPIES for us in graph_us(work, rounds)]
         outputs.append(work())
-    whole = torch.empty_like(plain[0])
-    us["one copy of the layer's cache"] = graph_us(partial(whole.copy_, plain[0]), rounds)
+    whole = torch.empty_like(plain)
+    copied = graph_us(partial(whole.copy_, plain), rounds)
+    del pool, whole
+    if folder is not None:
+        samples |= ours(model, context, rows, rounds, folder)
+    samples["one copy of the layer's cache"] = [us / COPIES for us in copied]
     equal = all(torch.equal(out, outputs[0]) for out in outputs)
-    return {"model": model, "context": context, "us": us, "outputs_equal": equal}
+    figures = {name: figure(us) for name, us in samples.items()}
+    return {
+        "model": model, "context": context, "us": {n: f["value"] for n, f in figures.items()},
+        "outputs_equal": equal, "figures": figures,
+    }  # fmt: skip
+
+
+def ours(model: str, context: int, rows: int, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """The megakernel's attention over shuffled pages, and over the same in order."""
+    from cute_kernels.gpu.load import Kernel
+    from tests.gpu.attention_case import Case, chain
+    from tests.gpu.attention_kernels import ALL, LAYERS
+
+    name = f"attention-{model}"
+    found = Case(Kernel.read(folder / name), ALL[name], context, chain(rows), 1, LAYERS)
+    out = {"ours, pages shuffled": layer_us(found, rounds)}
+    found.pool = found.pool[found.pages.long()]
+    found.pages = torch.arange(len(found.pages), dtype=torch.int32, device="cuda")
+    return {"ours, pages in order": layer_us(found, rounds)} | out
+
+
+def layer_us(found: Any, rounds: int) -> list[float]:
+    """us a layer of a case of tests.gpu.attention_case, by rounds: what LAYERS layers take longer
+    than a quarter of them, so that launch and first layer cost nothing."""
+    from tests.gpu.attention_kernels import LAYERS
+
+    def launch(layers: int) -> float:
+        found.layers = layers
+        found.prepare()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        found.launch()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    def once() -> float:
+        least = statistics.median(launch(LAYERS // 4) for _ in range(3))
+        return (statistics.median(launch(LAYERS) for _ in range(3)) - least) / (LAYERS * 3 / 4)
+
+    once()
+    return [once() for _ in range(rounds)]
 
 
 def read_all(
@@ -97,16 +150,24 @@ def main() -> None:
     """Command line."""
     made = parser(__doc__, "kv_fragmentation")
     made.add_argument("--rows", type=int, default=16)
+    made.add_argument("--cubins", type=Path, help="kernels of experiments.cubins, built beforehand")
     args = made.parse_args()
     need_gpu("kv_fragmentation", "Triton")
-    cases = []
-    for model in SHAPES:
+    folder = find(args.cubins, *ATTENTION[:3])
+    cases: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {}
+    for model in list(SHAPES)[:: 2 if args.quick else 1]:
         for context in CONTEXTS:
-            cases.append(case(model, context, args.rows, 5 if args.quick else 15))
+            row = case(model, context, args.rows, 3 if args.quick else 5, folder)
+            found = row.pop("figures").items()
+            figures |= {f"{model} at {context}, {name}, us": f for name, f in found}
+            cases.append(row)
             cells = "  ".join(f"{k}: {v:.1f}" for k, v in cases[-1]["us"].items())
             same = "equal" if cases[-1]["outputs_equal"] else "DIFFERENT"
             print(f"{model:14s} {context:6d} {cells} {same}", flush=True)
-    save("kv_fragmentation", args.json, "cuda", {"rows": args.rows, "cases": cases}, args.quick)
+            torch.cuda.empty_cache()
+    fields = {"rows": args.rows, "cases": cases, "figures": figures}
+    save("kv_fragmentation", args.json, "cuda", fields, args.quick)
 
 
 if __name__ == "__main__":

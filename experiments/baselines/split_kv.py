@@ -166,6 +166,6 @@ class SplitKv:
         )  # fmt: skip
         _merge[(self.rows, self.heads)](
             self.part, self.stats, length, out, self.splits,
-            S=triton.next_power_of_2(self.splits), num_warps=4, **shape,
+            S=max(16, triton.next_power_of_2(self.splits)), num_warps=4, **shape,
         )  # fmt: skip
         return out
