@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from experiments.common import PICTURES, digest
+from experiments.report_bars import bars
 from experiments.report_claims import claims
 from experiments.report_headline import headline
 from experiments.report_pages import PAGES
@@ -48,10 +49,9 @@ def report() -> str:
         "`python -m experiments.run_all --full` makes those. Absolute times hold on the machine "
         "named with them.",
     ]
-    if found := claims(read):
-        lines += ["", *found]
-    if found := runs(read):
-        lines += ["", *found]
+    for section in (bars, claims, runs):
+        if found := section(read):
+            lines += ["", *found]
     missing = []
     for name, (title, page) in PAGES.items():
         results = [(n, r) for n in (name, f"{name}_cpu") if (r := read(n)) is not None]
