@@ -55,7 +55,7 @@ EXPERIMENTS = (
     Experiment("dram_trace", 120, 70, kernels=True, pdl=True, quick=("--models", "smollm2-135m")),
     Experiment("pdl_steps", 60, 40, folder=True),
     Experiment("chain_or_tree", 80, 40, gpu=False, kernels=True),
-    Experiment("verify_attention", 110, 45, cubins=True),
+    Experiment("verify_attention", 140, 50, cubins=True),
     Experiment("tree_build", 30, 20, gpu=False, cubins=True),
     Experiment("kv_fragmentation", 45, 30, cubins=True),
     Experiment("step_breakdown", 80, 40, gpu=False),
