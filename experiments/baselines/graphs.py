@@ -36,6 +36,10 @@ class Captured:
             self._work(keys)
         self._graphs[keys] = graph
 
+    def forget(self) -> None:
+        """Nothing is captured."""
+        self._graphs.clear()
+
     def __call__(self, keys: int) -> None:
         """KeyError if it was not prepared for so many keys."""
         if self._pool is not None:

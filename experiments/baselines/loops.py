@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,13 @@ class Baseline:
 
     def open_core(self, setup: Setup) -> Core:
         return Core(setup)
+
+    def force(self, forced: int | None) -> None:
+        """Accept so many drafted tokens from now on (None: those that are right). What a graph
+        decides by itself is captured anew."""
+        self.setup = self.core.setup = dataclasses.replace(self.setup, forced=forced)
+        for graph in self.graphs():
+            graph.forget()
 
     def graph(self, *parts: str) -> Captured:
         """The named parts of the core, one after another, as one graph."""
