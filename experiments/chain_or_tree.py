@@ -190,7 +190,8 @@ def main() -> None:
     if args.device == "cpu":
         args.prompts, args.tokens, args.contexts = min(args.prompts, 8), min(args.tokens, 48), []
     if args.quick:
-        args.prompts, args.tokens, args.rounds = min(args.prompts, 16), 48, 2
+        few = (4, 32, 1) if args.device == "cpu" else (16, 48, 2)
+        args.prompts, args.tokens, args.rounds = few
         args.contexts = args.contexts[:1]
     prompts = list(CHAT_PROMPTS[: args.prompts])
     drafting = Policies(args, 1024)
