@@ -106,7 +106,12 @@ def losses(found: Steps) -> list[str]:
         out.append(f"graph_pdl is ahead at {'; '.join(behind)}")
     elif ratio:
         (model, n), least = min(ratio.items(), key=lambda item: item[1])
-        out.append(f"graph_pdl is within {least - 1:.0%} at {model}, {n} positions")
+        out.append(f"the lead over graph_pdl is {least - 1:.0%} at {model}, {n} positions")
+    if r := read("pdl_steps"):
+        cases = [(c["graph_pdl / kernel"], m, c) for m, row in r["models"].items() for c in row]
+        least, model, case = min(cases, key=lambda found: found[0])
+        at = f"{model}, {case['rows']} rows at {case['context']}"
+        out.append(f"of the verify step alone graph_pdl takes {least:.2f}x ours at {at}")
     if r := read("gpu_speculation"):
         tables = {f"{m}": t["contexts"] for m, t in r["models"].items()}
         more = [
