@@ -9,11 +9,11 @@ import os
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA GPU", allow_module_level=True)
-if "MEGADECODE_KERNELS" not in os.environ:
-    pytest.skip("not set: MEGADECODE_KERNELS", allow_module_level=True)
+from tests.gpu.needs import need
+
+need("MEGADECODE_KERNELS")
+
+import torch  # noqa: E402
 
 from megadecode import DeviceUnavailable  # noqa: E402
 from megadecode.acceptance import propose  # noqa: E402
