@@ -18,6 +18,7 @@ from pathlib import Path
 TREES = ("tree-smollm2-135m",)
 MOVES = tuple(f"compact-{model}" for model in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b"))
 TIMED = ("timed-smollm2-135m", "timed-llama-3.2-1b")
+TRACED = ("pdl-smollm2-135m", "timed-smollm2-135m-phases", "pure-stream")
 PDL = ("pdl-smollm2-135m", "pdl-llama-3.2-1b")  # of several files each
 ATTENTION = (
     "attention-smollm2-135m", "attention-llama-3.2-1b", "attention-llama-3.1-8b",
@@ -26,13 +27,14 @@ ATTENTION = (
     "attention-llama-3.2-1b-splits8",
 )  # fmt: skip
 ROW_FORM = ("prompt-smollm2-135m-attention", "prompt-smollm2-135m-embed")
-ALL = (*TIMED, *PDL, *TREES, *MOVES, *ATTENTION, *ROW_FORM)
+ALL = (*TIMED, *PDL, *TRACED[1:], *TREES, *MOVES, *ATTENTION, *ROW_FORM)
 BUILDERS = {
     "timed": "tests.gpu.kernels",
     "prompt": "tests.gpu.kernels",
     "tree": "tests.gpu.speculate_kernels",
     "compact": "tests.gpu.speculate_kernels",
     "attention": "tests.gpu.attention_kernels",
+    "pure": "experiments.baselines.stream_kernel",
     "pdl": "experiments.baselines.pdl_kernels",
 }
 ROOT = Path(__file__).parent.parent

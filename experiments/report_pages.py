@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from experiments.report_host import host_stall, step_breakdown
 from experiments.report_rivals import (
     Result,
     baseline_steps,
     context_sweep,
     dram_trace,
-    host_stall,
     pdl_steps,
     public_megakernel,
-    step_breakdown,
     table,
 )
 

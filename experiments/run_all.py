@@ -33,8 +33,8 @@ from experiments.provenance import provenance
 @dataclass(frozen=True)
 class Experiment:
     """limit: seconds that a full run may take, quick_limit: a quick one. gpu: needs one. kernels,
-    cubins, pdl: takes that option, the last two with the same folder; folder: cannot run without,
-    it is its first argument. full, quick: options beside --quick of such a run."""
+    cubins, pdl: takes that option, the last two with the same folder. full, quick: options beside
+    --quick of such a run."""
 
     name: str
     limit: int
@@ -43,7 +43,6 @@ class Experiment:
     kernels: bool = False
     cubins: bool = False
     pdl: bool = False
-    folder: bool = False
     full: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
 
@@ -52,18 +51,18 @@ class Experiment:
 EXPERIMENTS = (
     Experiment("baseline_steps", 130, 90, pdl=True, quick=("--models", "smollm2-135m")),
     Experiment("context_sweep", 150, 60, kernels=True, pdl=True,
-               quick=("--contexts", "1024", "8192")),
+               quick=("--contexts", "1024", "7936", "16384")),
     Experiment("dram_trace", 120, 70, kernels=True, pdl=True, quick=("--models", "smollm2-135m")),
-    Experiment("pdl_steps", 60, 40, folder=True),
+    Experiment("pdl_steps", 110, 70, kernels=True, cubins=True),
     Experiment("chain_or_tree", 80, 40, gpu=False, kernels=True),
     Experiment("verify_attention", 110, 45, cubins=True),
     Experiment("tree_build", 30, 20, gpu=False, cubins=True),
     Experiment("kv_fragmentation", 45, 30, cubins=True),
     Experiment("step_breakdown", 80, 40, gpu=False),
-    Experiment("public_megakernel", 30, 30, folder=True),
+    Experiment("public_megakernel", 30, 30, cubins=True),
     Experiment("compaction", 20, 15, cubins=True),
     Experiment("marshaling", 20, 15),
-    Experiment("host_stall", 100, 70, kernels=True, pdl=True),
+    Experiment("host_stall", 130, 70, kernels=True, pdl=True),
 )  # fmt: skip
 
 
@@ -71,15 +70,12 @@ def missing(e: Experiment, gpu: bool, args: argparse.Namespace) -> str | None:
     """What keeps an experiment from running here, or None."""
     if e.gpu and not gpu:
         return "an NVIDIA GPU"
-    if e.folder and args.cubins is None:
-        return "--cubins"
     return None
 
 
 def command(e: Experiment, args: argparse.Namespace) -> list[str]:
     """The command line of an experiment."""
     words = [sys.executable, "-m", f"experiments.{e.name}"]
-    words += [str(args.cubins)] if e.folder else []
     words += ["--json", str(args.results / f"{e.name}.json")]
     words += ["--quick", *e.quick] if args.quick else [*e.full]
     words += ["--kernels", str(args.kernels)] if e.kernels and args.kernels else []

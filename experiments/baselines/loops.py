@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,15 @@ class Baseline:
 
     def open_core(self, setup: Setup) -> Core:
         return Core(setup)
+
+    def force(self, forced: int | None) -> None:
+        """Accept so many drafted tokens from now on (None: those that are right). What a graph
+        decides by itself is captured anew."""
+        self.setup = self.core.setup = dataclasses.replace(self.setup, forced=forced)
+        if self._pool is not None:
+            self._pool = torch.cuda.graph_pool_handle()
+        for graph in self.graphs():
+            graph.forget(self._pool)
 
     def graph(self, *parts: str) -> Captured:
         """The named parts of the core, one after another, as one graph."""
