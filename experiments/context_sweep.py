@@ -128,7 +128,7 @@ def rival_cases(
         slow = FORMS[form][1]["attention"] == "sdpa" and context > 4096
         rounds = args.rounds if context <= LONG_CONTEXT else 1
         row = timed(rival, context, 8 if slow else args.steps, rounds)
-        row |= {"form": form, "context": context, "acceptance": SCRIPTED, "tau": COMMITTED}
+        row |= {"form": form, "context": context, "acceptance": SCRIPTED}
         keep(rates(row, COMMITTED, prompts_s[context], args))
 
 

@@ -218,11 +218,24 @@ def host_stall(r: Result) -> Any:
     return figure
 
 
+def public_megakernel(r: Result) -> Any:
+    figure, axes = picture(
+        f"One row of {r['model']}: a step", "context, positions", "us per step", (4.2, 3.0)
+    )
+    names = [f"ours at {c['context']}" for c in r["cases"]]
+    bars = [c["us"] for c in r["cases"]]
+    if r["theirs_us"]:
+        names, bars = [*names, "theirs"], [*bars, r["theirs_us"]]
+    axes.bar(names, bars, 0.5, color="0.7", edgecolor="black")
+    return figure
+
+
 DRAWN: dict[str, Callable[[Result], Any]] = {
     "baseline_steps": baseline_steps, "tree_build": tree_build, "context_sweep": context_sweep,
     "dram_trace": dram_trace, "kv_fragmentation": kv_fragmentation, "chain_or_tree": chain_or_tree,
     "host_stall": host_stall, "verify_attention": verify_attention, "compaction": compaction,
     "marshaling": marshaling, "step_breakdown": step_breakdown, "pdl_steps": pdl_steps,
+    "public_megakernel": public_megakernel,
 }  # fmt: skip
 
 

@@ -147,8 +147,8 @@ def whole_steps(r: Result) -> list[str]:
     return [
         "",
         f"A whole speculative step of {r['rows']} rows, drafter, tree and walk included, us; "
-        "acceptance scripted on both sides: the graph commits a fixed number of tokens, the kernel "
-        f"about as many. {'; '.join(said)}.",
+        "acceptance scripted on both sides; what was committed hardly moves a step's time. "
+        f"{'; '.join(said)}.",
         "",
         *table(
             ["", "kernel", "tau", "of which", "graph_pdl", "tau", "graph_pdl / kernel"],

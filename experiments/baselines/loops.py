@@ -74,8 +74,10 @@ class Baseline:
         """Accept so many drafted tokens from now on (None: those that are right). What a graph
         decides by itself is captured anew."""
         self.setup = self.core.setup = dataclasses.replace(self.setup, forced=forced)
+        if self._pool is not None:
+            self._pool = torch.cuda.graph_pool_handle()
         for graph in self.graphs():
-            graph.forget()
+            graph.forget(self._pool)
 
     def graph(self, *parts: str) -> Captured:
         """The named parts of the core, one after another, as one graph."""

@@ -105,6 +105,27 @@ def test_greedy_tokens_are_the_reference_s(name, rows, expected):
     assert sum(made.step_tokens) >= NEW - 1 and len(made.step_tokens) == made.steps
 
 
+def test_a_prompt_in_chunks_gives_the_same_text(expected, monkeypatch):
+    monkeypatch.setattr("experiments.baselines.core.CHUNK", 3)
+    made = make("graph_whole_step", Setup(target(), td.drafter(), rows=8, ctx=128))
+    assert made.generate(PROMPT, NEW).tokens == expected
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_acceptance_can_be_forced_and_freed(name, expected):
+    """One rival for both: its own acceptance, a forced one, its own again."""
+    made = make(name, Setup(target(), td.drafter(), rows=8, ctx=128))
+    assert made.generate(PROMPT, NEW).tokens == expected
+    made.force(0)
+    made.pretend(40, 3)
+    assert [len(made.step()) for _ in range(3)] == [1, 1, 1]
+    made.force(1)
+    made.pretend(40, 3)
+    assert [len(made.step()) for _ in range(3)] == [2, 2, 2]
+    made.force(None)
+    assert made.generate(PROMPT, NEW).tokens == expected
+
+
 def scripted(core, truth, seed=3):
     """In the drafter's place: the text's own next tokens, each at a random rank or missing."""
     rng = np.random.default_rng(seed)
