@@ -1,6 +1,6 @@
 """Run every experiment that can run here, then write the report.
 
-    python -m experiments.run_all --quick|--full [--only NAME ...] [--results FOLDER]
+    python -m experiments.run_all --quick|--full [--only | --skip NAME ...] [--results FOLDER]
                                   [--kernels FOLDER] [--cubins FOLDER]
 
 --quick takes at most 8 minutes of a GPU's time. Each experiment is a process of its own with a time
@@ -131,7 +131,9 @@ def main() -> None:
     size = made.add_mutually_exclusive_group(required=True)
     size.add_argument("--quick", action="store_true")
     size.add_argument("--full", action="store_true")
-    made.add_argument("--only", nargs="+", choices=[e.name for e in EXPERIMENTS])
+    names = [e.name for e in EXPERIMENTS]
+    made.add_argument("--only", nargs="+", choices=names)
+    made.add_argument("--skip", nargs="+", choices=names, default=[])
     made.add_argument("--results", type=Path, default=RESULTS)
     made.add_argument("--kernels", type=Path, help="the engine's kernels, built beforehand")
     made.add_argument("--cubins", type=Path, help="the experiments' own kernels, built beforehand")
@@ -141,7 +143,7 @@ def main() -> None:
     begun, device = time.perf_counter(), default_device()
     gpu, log, failed = device == "cuda", Log(args, device), {}
     for e in EXPERIMENTS:
-        if args.only and e.name not in args.only:
+        if (args.only and e.name not in args.only) or e.name in args.skip:
             continue
         if (need := missing(e, gpu, args)) is not None:
             print(f"{e.name} is not run: it needs {need}")
