@@ -8,9 +8,10 @@ LONG, our own documentation; a round each) with the drafter's own acceptance: `a
 texts part, so that tau is a sample of few texts. Beyond, acceptance is `scripted`: rivals accept
 COMMITTED - 1 drafted tokens a step behind random keys, the megakernel drafts from a script that is
 right so often; tok/s is COMMITTED over the step's time for all, so that nobody gains by a luckier
-script (`tau` is what was committed). `with_prefill_tok_s`: of a request of so many new tokens with its prompt's time in the
-denominator: the longer the context, the more it hides of the steps. The rivals' prompts all run the
-same code (torch, chunks of 1,024 rows, flash attention), so that it is timed once a context.
+script (`tau` is what was committed). `with_prefill_tok_s`: of a request of so many new tokens with
+its prompt's time in the denominator: the longer the context, the more it hides of the steps. The
+rivals' prompts all run the same code (torch, chunks of 1,024 rows, flash attention), so that it is
+timed once a context.
 """
 
 from __future__ import annotations
