@@ -252,11 +252,16 @@ def gpu_truth() -> list[str]:
         ]
     if result := read("host_stop"):
         calls, calm, stopped = result["calls"], result["undisturbed"], result["stopped"]
+        counted = ""
+        if calls is not None:
+            counted = (
+                f"{calls['calls']} driver or runtime calls while the device wrote "
+                f"{calls['tokens']} tokens (CUPTI; {calls['calls_at_start']} at the start). "
+            )
         lines += [
             "",
             f"**The host out of the loop** ({result['gpu']}, {result['model']}; {where(result)}): "
-            f"{calls['calls']} driver or runtime calls while the device wrote {calls['tokens']} "
-            f"tokens (CUPTI; {calls['calls_at_start']} at the start). With the host process "
+            f"{counted}With the host process "
             f"stopped for {result['stopped_s']:.1f} s the longest step of {result['tokens']} took "
             f"{stopped['largest_us']:.0f} us, undisturbed {calm['largest_us']:.0f} us (median "
             f"{calm['median_us']:.0f} us, contexts up to 20k); tokens equal: "
