@@ -58,11 +58,15 @@ def gaps(read: Read) -> str | None:
     r = read("step_breakdown")
     if r is None or "switches" not in r:
         return None
-    rows = [
-        f"{name}: {row['us']:.0f} us a step, idle {row['dram']['idle_share']:.0%}"
-        for name, row in r["switches"].items()
-        if row["dram"]
-    ]
+    rows = []
+    for name, row in r["switches"].items():
+        idle = ", ".join(
+            f"{what} idle {row[key]['idle_share']:.0%}"
+            for key, what in (("dram", "DRAM"), ("tensor", "tensor pipe"))
+            if row.get(key)
+        )
+        if idle:
+            rows.append(f"{name}: {row['us']:.0f} us a step, {idle}")
     if not rows:
         return None
     return "; ".join(rows) + ". **Idle samples alone do not name the cause**"
@@ -92,21 +96,23 @@ def marshaling(read: Read) -> str | None:
 
 
 def equal_columns(read: Read) -> str | None:
+    """Two forms of one loop, whose prompts take the same time."""
     r = read("context_sweep")
     if r is None:
         return None
-    whole = [c for c in r["cases"] if "with_prefill_tok_s" in c]
-    at = max(c["context"] for c in whole if c["form"] == HOST)
-    cases = {c["form"]: c for c in whole if c["context"] == at}
-    if len(cases) < 2:
+    cases = {(c["form"], c["context"]): c for c in r["cases"] if "with_prefill_tok_s" in c}
+    said = []
+    for n in sorted({n for _, n in cases}):
+        slow, fast = cases.get((HOST, n)), cases.get((FUSED, n))
+        if slow and fast:
+            bare = slow["us"] / fast["us"]
+            whole = fast["with_prefill_tok_s"] / slow["with_prefill_tok_s"]
+            said.append(f"{bare:.1f}x and {whole:.1f}x at {n}")
+    if not said:
         return None
-    slow, fast = (f(cases.values(), key=lambda c: c["us"]) for f in (max, min))
-    bare = slow["us"] / fast["us"]
-    with_prompt = fast["with_prefill_tok_s"] / slow["with_prefill_tok_s"]
     return (
-        f"at {at} positions {slow['form']} and {fast['form']} differ {bare:.1f}x in step time, and "
-        f"{with_prompt:.1f}x with the prompt's time in the denominator. **A common term hides the "
-        "steps**"
+        f"{HOST} and its fused form differ in step time, and with the prompt's time in the "
+        f"denominator, by {', '.join(said)}. **A common term hides the steps**"
     )
 
 

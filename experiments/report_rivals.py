@@ -235,6 +235,18 @@ def context_sweep(r: Result) -> list[str]:
     if prompts:
         said = "; ".join(prompts)
         lines += ["", f"Seconds a prompt takes, the megakernel's / torch's: {said}."]
+    lost = [
+        f"{form} at {n} ({1 / ratio:.1f}x)"
+        for (form, n), case in by.items()
+        if "with_prefill_tok_s" in case and "with_prefill_tok_s" in by.get(("megakernel", n), {})
+        if (ratio := with_prompt(by["megakernel", n], case)) < 1
+    ]
+    if lost:
+        lines += [
+            "",
+            "**Where we lose**: with the prompt in the denominator, since a long prompt takes the "
+            f"kernel longer than torch's flash attention: {'; '.join(lost)}.",
+        ]
     return [
         *lines,
         "",
