@@ -2,14 +2,16 @@
 
     python -m experiments.context_sweep [--kernels DIR] [--pdl DIR] [--model smollm2-135m]
 
-N rows, one sequence. As far as the model was trained, all continue the same text (LONG: our own
-documentation) with the drafter's own acceptance: `acceptance` is `drafter`, and tok/s is what each
-commits over what its steps take. Beyond, acceptance is `scripted`: rivals commit COMMITTED tokens a
-step behind random keys, the megakernel drafts from a script that is right so often; tok/s is
-COMMITTED over the step's time for all, so that nobody gains by a luckier script (`tau` is what was
-committed). `with_prefill_tok_s`: of a request of so many new tokens with its prompt's time in the
-denominator: the longer the context, the more it hides of the steps. The rivals' prompts all run the
-same code (torch, chunks of 1,024 rows, flash attention), so that it is timed once a context.
+N rows, one sequence. As far as the model was trained, all continue the same texts (stretches of
+LONG, our own documentation; a round each) with the drafter's own acceptance: `acceptance` is
+`drafter`, and tok/s is what each commits over what its steps take; where two bf16 sums differ the
+texts part, so that tau is a sample of few texts. Beyond, acceptance is `scripted`: rivals accept
+COMMITTED - 1 drafted tokens a step behind random keys, the megakernel drafts from a script that is
+right so often; tok/s is COMMITTED over the step's time for all, so that nobody gains by a luckier
+script (`tau` is what was committed). `with_prefill_tok_s`: of a request of so many new tokens with
+its prompt's time in the denominator: the longer the context, the more it hides of the steps. The
+rivals' prompts all run the same code (torch, chunks of 1,024 rows, flash attention), so that it is
+timed once a context.
 """
 
 from __future__ import annotations
@@ -58,9 +60,16 @@ def is_real(context: int, args: Any) -> bool:
     return args.model not in NAMES and context + args.new_tokens <= TRAINED
 
 
-def text_of(context: int) -> list[int]:
-    ids: list[int] = json.loads(LONG.read_text())[:context]
-    return ids
+def texts_of(context: int, count: int) -> list[list[int]]:
+    """Stretches of the long text."""
+    ids: list[int] = json.loads(LONG.read_text())
+    apart = (len(ids) - context) // max(count, 2)
+    return [ids[i * apart : i * apart + context] for i in range(count)]
+
+
+def mean_tau(taus: list[float]) -> float:
+    """Of answers of the same length: tokens over steps."""
+    return statistics.harmonic_mean(taus)
 
 
 def rates(row: dict[str, Any], tokens: float, prefill: float | None, args: Any) -> dict[str, Any]:
@@ -90,13 +99,13 @@ def prefill_s(rival: Any, context: int) -> float:
 
 
 def continued(rival: Any, context: int, args: Any, rounds: int) -> dict[str, Any]:
-    """A rival that continues the text: us a step, tau, where the host's time goes."""
-    prompt = text_of(context)
-    made = [rival.generate(prompt, args.new_tokens) for _ in range(rounds)]
+    """A rival that continues the texts: us a step, tau, where the host's time goes."""
+    texts = texts_of(context, rounds)
+    made = [rival.generate(text, args.new_tokens) for text in texts]
     row: dict[str, Any] = spread([m.seconds / m.steps * 1e6 for m in made])
-    row["tau"] = sum(made[0].step_tokens) / made[0].steps
+    row["tau"] = mean_tau([sum(m.step_tokens) / m.steps for m in made])
     rival.clock.on, rival.clock.seconds = True, {}
-    short = rival.generate(prompt, min(64, args.new_tokens))
+    short = rival.generate(texts[0], min(64, args.new_tokens))
     rival.clock.on = False
     row["host_us"] = {k: v / short.steps * 1e6 for k, v in rival.clock.seconds.items()}
     if rival.core.device.type == "cuda":
@@ -145,15 +154,16 @@ def ours(args: Any, keep: Callable[[dict[str, Any]], None]) -> None:
         ctx = max(contexts) + args.new_tokens
         with Megakernel(args.model, ctx, args.kernels, args.rows - 1, scripted) as kernel:
             for context in contexts:
-                if scripted:
-                    prompt = random_ids(context, kernel.vocab)
-                    kernel.prepare(prompt, args.new_tokens, ACCEPTANCE)
-                else:
-                    prompt = text_of(context)
-                    kernel.run(prompt, args.new_tokens)
                 rounds = args.rounds if context <= LONG_CONTEXT else 1
-                runs = [kernel.run(prompt, args.new_tokens) for _ in range(rounds)]
-                row = runs[-1] | spread([run["us"] for run in runs])
+                if scripted:
+                    prompts = [random_ids(context, kernel.vocab)] * rounds
+                    kernel.prepare(prompts[0], args.new_tokens, ACCEPTANCE)
+                else:
+                    prompts = texts_of(context, rounds)
+                    kernel.run(prompts[0], args.new_tokens)
+                runs = [kernel.run(prompt, args.new_tokens) for prompt in prompts]
+                row = runs[0] | spread([run["us"] for run in runs])
+                row["tau"] = mean_tau([run["tau"] for run in runs])
                 prompt_s = statistics.median(run["ttft_s"] for run in runs)
                 row |= {
                     "form": "megakernel", "context": context,

@@ -9,7 +9,9 @@ it can go on. The persistent kernel writes into a ring meanwhile, so it has two:
 device's own time stamps, over the same steps of the same text in every turn (a step takes longer
 the further the context has grown: other steps would be other work), and `arrival_tok_s`, by the
 host's clock as it reads them, which stands and catches up. Where the texts of two turns differ the
-turn says so.
+turn says so. Turns come in CYCLES rounds. `figures` leaves out what rivals keep where threads or
+processes compete with them: that depends on the machine's scheduler from second to second (`turns`
+has it).
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ RIVALS = (
 )  # fmt: skip
 QUICK = ("graph_host_tree", "graph_pdl")
 DISTURBANCES = ("none", "frozen", "interpreter held", "cores busy")
-SECONDS, FROZEN = 1.2, 0.6
+SECONDS, FROZEN, CYCLES = 0.6, 0.3, 2
 WARM_STEPS = 20
 """Steps in front of those that count: the first ones come while the others are still read."""
-NEW_TOKENS = 9000  # of the megakernel: some 1.4 s
-CONTEXT = 1024
+NEW_TOKENS = 5000  # of the megakernel: some 0.75 s
+CONTEXT, GROWN = 1024, 256  # positions that a rival begins behind, and how many it adds
+BEGUN = time.perf_counter()
 
 
 def burn(stop: Any = None) -> None:
@@ -59,7 +62,7 @@ def child(args: argparse.Namespace) -> None:
     quiet()
     for form, decode in contenders(args):
         decode(0.2)
-        for _ in range(len(DISTURBANCES)):
+        for _ in range(CYCLES * len(DISTURBANCES)):
             print(f"ready {form}", flush=True)
             disturbance = sys.stdin.readline().strip()
             stop = threading.Event()
@@ -91,7 +94,7 @@ def contenders(args: argparse.Namespace) -> Any:
         try:
             setup = setup_of(form, rounded, drafter, args.ctx, args, forced=COMMITTED - 1)
             rival = open_rival(form, setup, args)
-            rival.pretend(CONTEXT, CONTEXT // rival.core.most)
+            rival.pretend(CONTEXT, GROWN // rival.core.most + 1)
         except Exception as error:  # one that fails does not stop the others
             print(f"failed {form}: {type(error).__name__}: {error}".replace("\n", " "), flush=True)
             continue
@@ -107,7 +110,7 @@ def decoder(rival: Any) -> Callable[[float], dict[str, float]]:
     def decode(seconds: float) -> dict[str, float]:
         tokens, begun = 0, time.perf_counter()
         while (spent := time.perf_counter() - begun) < seconds:
-            if rival.length >= 2 * CONTEXT - 64:
+            if rival.length >= CONTEXT + GROWN - rival.core.most:
                 rival.core._begin(CONTEXT)
                 rival.begin(CONTEXT)
             tokens += len(rival.step())
@@ -161,25 +164,28 @@ def run(forms: list[str], argv: list[str], found: dict[str, Any], failed: dict[s
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
     assert process.stdin is not None and process.stdout is not None
+    turns: dict[str, list[dict[str, Any]]] = {}
     try:
         while (form := next_ready(process, failed)) is not None:
-            rows = found.setdefault(form, {})
-            disturbance = DISTURBANCES[len(rows)]
+            rows = turns.setdefault(form, [])
+            disturbance = DISTURBANCES[len(rows) % len(DISTURBANCES)]
             process.stdin.write(disturbance + "\n")
             while process.stdout.readline().strip() != "begun":
                 if process.poll() is not None:
                     raise RuntimeError("the decoding process ended before it began")
-            rows[disturbance] = disturb(process, disturbance)
-            if len(rows) == len(DISTURBANCES):
-                finish(form, rows)
+            rows.append(disturb(process, disturbance))
+            if len(rows) == CYCLES * len(DISTURBANCES):
+                found[form] = finished(rows)
+                say(form, found[form])
         process.wait(30)
     except Exception as error:  # one that fails does not stop the others
         failed[", ".join(forms)] = f"{type(error).__name__}: {error}"
         print(f"{forms}: {type(error).__name__}: {error}", flush=True)
     finally:
         process.kill()
-    for form in [form for form, rows in found.items() if len(rows) < len(DISTURBANCES)]:
-        failed.setdefault(form, f"ended after {', '.join(found.pop(form)) or 'nothing'}")
+    for form, rows in turns.items():
+        if form not in found:
+            failed.setdefault(form, f"ended after {len(rows)} turns")
 
 
 def next_ready(process: subprocess.Popen[str], failed: dict[str, str]) -> str | None:
@@ -195,20 +201,50 @@ def next_ready(process: subprocess.Popen[str], failed: dict[str, str]) -> str | 
     return None
 
 
-def finish(form: str, rows: dict[str, Any]) -> None:
-    """The shares of the undisturbed rate, and a line."""
+def finished(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """A contender's turns by disturbance: rates over all of them, shares of the undisturbed."""
+    rows: dict[str, Any] = {}
+    for i, disturbance in enumerate(DISTURBANCES):
+        mine = turns[i :: len(DISTURBANCES)]
+        row: dict[str, Any] = {key: sum(t[key] for t in mine) for key in ("tokens", "seconds")}
+        row["tok_s"] = row["tokens"] / row["seconds"]
+        row["turns"] = [t["tokens"] / t["seconds"] for t in mine]
+        for key in ("largest_step_us", "longest_silence_ms"):
+            if key in mine[0]:
+                row[key] = max(t[key] for t in mine)
+        if "arrival_tok_s" in mine[0]:
+            row["arrival_tok_s"] = sum(t["arrival_tok_s"] for t in mine) / len(mine)
+            row["same_text"] = all(t["same_text"] for t in mine)
+        rows[disturbance] = row
     for row in rows.values():
-        for rate in ("tok_s", "arrival_tok_s"):
-            if rate in row:
-                row[rate.replace("tok_s", "kept")] = row[rate] / rows["none"][rate]
+        row["kept"] = row["tok_s"] / rows["none"]["tok_s"]
+        if "arrival_tok_s" in row:
+            row["arrival_kept"] = row["arrival_tok_s"] / rows["none"]["arrival_tok_s"]
+    return rows
+
+
+def say(form: str, rows: dict[str, Any]) -> None:
     cells = "  ".join(f"{k}: {v['tok_s']:.0f} tok/s ({v['kept']:.1%})" for k, v in rows.items())
-    print(f"{form:36s} {cells}", flush=True)
+    print(f"{form:36s} {cells} [{time.perf_counter() - BEGUN:.0f} s]", flush=True)
     if "arrival_kept" in rows["none"]:
         cells = "  ".join(
             f"{k}: {v['arrival_kept']:.1%}, silent {v['longest_silence_ms']:.0f} ms, "
-            f"{'same' if v['same_text'] else 'OTHER'} text" for k, v in rows.items()
-        )  # fmt: skip
+            f"{'same' if v['same_text'] else 'OTHER'} text"
+            for k, v in rows.items()
+        )
         print(f"{'  as the host reads them':36s} {cells}", flush=True)
+
+
+def figures_of(contenders: dict[str, Any]) -> dict[str, Any]:
+    """What another run should give too; see the module's docstring."""
+    return {
+        f"{form}, {name}, share kept": figure(
+            [rate / rows["none"]["tok_s"] for rate in row["turns"]], "share"
+        )
+        for form, rows in contenders.items()
+        for name, row in rows.items()
+        if name == "frozen" or (form == KERNEL and name != "none")
+    }
 
 
 def disturb(process: subprocess.Popen[str], disturbance: str) -> dict[str, Any]:
@@ -225,12 +261,12 @@ def disturb(process: subprocess.Popen[str], disturbance: str) -> dict[str, Any]:
         time.sleep(FROZEN)
         os.kill(process.pid, signal.SIGCONT)
     assert process.stdout is not None
-    row = json.loads(process.stdout.readline())
+    row: dict[str, Any] = json.loads(process.stdout.readline())
     for burner in burners:
         burner.kill()
     for burner in burners:
         burner.join()
-    return row | {"tok_s": row["tokens"] / row["seconds"]}
+    return row
 
 
 def main() -> None:
@@ -261,14 +297,10 @@ def main() -> None:
         args.pdl = find(args.pdl, *PDL_KERNELS)
     if args.pdl is None:
         args.forms = [form for form in args.forms if form != "graph_pdl"]
-    for forms in (args.forms, [KERNEL] if args.kernels else []):
+    for forms in ([KERNEL] if args.kernels else [], args.forms):
         if forms:
             run(list(forms), argv, fields["contenders"], fields["failed"])
-            for form, rows in fields["contenders"].items():
-                for name, row in rows.items():
-                    if name != "none":
-                        kept = figure([row["kept"]], "share")
-                        fields["figures"][f"{form}, {name}, share kept"] = kept
+            fields["figures"] = figures_of(fields["contenders"])
             save("host_stall", args.json, "cuda", fields, args.quick)
 
 

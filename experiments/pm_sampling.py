@@ -15,8 +15,8 @@ DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 SM = "sm__cycles_active.avg.pct_of_peak_sustained_elapsed"
 # The tensor pipe does not fit the same pass; its name differs between chips.
 TENSOR = (
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
     "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
 )
 INTERVAL_NS = 5000

@@ -55,6 +55,14 @@ def baseline_steps(r: Result) -> list[str]:
                 f"{a:.0f} to {b:.0f} us: {a / b:.1f}x without touching the host. A comparison with "
                 "the first form alone would flatter whoever makes it.",
             ]
+        own, graph = "graph_host_tree, our phases", "graph_pdl"
+        if own in forms and graph in forms:
+            at = contexts[0]
+            a, b = forms[own]["steps"][at]["us"], forms[graph]["steps"][at]["us"]
+            lines[-1] += (
+                f" With our phases in the same loop it takes {a:.0f} us, and {b:.0f} where the "
+                "tree and the walk are kernels of the graph too: the difference is the host's."
+            )
     if "plain" in next(iter(r["models"].values())):
         lines += ["", "`plain` decodes one row a step, without a drafter."]
     if r["failed"]:
@@ -227,6 +235,18 @@ def context_sweep(r: Result) -> list[str]:
     if prompts:
         said = "; ".join(prompts)
         lines += ["", f"Seconds a prompt takes, the megakernel's / torch's: {said}."]
+    lost = [
+        f"{form} at {n} ({1 / ratio:.1f}x)"
+        for (form, n), case in by.items()
+        if "with_prefill_tok_s" in case and "with_prefill_tok_s" in by.get(("megakernel", n), {})
+        if (ratio := with_prompt(by["megakernel", n], case)) < 1
+    ]
+    if lost:
+        lines += [
+            "",
+            "**Where we lose**: with the prompt in the denominator, since a long prompt takes the "
+            f"kernel longer than torch's flash attention: {'; '.join(lost)}.",
+        ]
     return [
         *lines,
         "",

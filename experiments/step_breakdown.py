@@ -33,6 +33,7 @@ from megadecode.drafter.io import Drafter
 PAUSE_S = 0.07
 FLAT = 0.8  # of both traces' samples idle
 BINS = 400  # of a trace as it is kept
+BEGUN = time.perf_counter()
 
 
 class EagerVerify(HostTree):
@@ -115,7 +116,6 @@ def switches(weights: Any, drafter: Drafter, args: Any) -> dict[str, dict[str, A
     }
     out = {}
     for name, open_rival in cases.items():
-        begun = time.perf_counter()
         rival = open_rival()
         row: dict[str, Any] = {"us": timed(rival, args.context, steps, 1)["us"]}
         row |= traces(rival, args.context, steps)
@@ -128,7 +128,7 @@ def switches(weights: Any, drafter: Drafter, args: Any) -> dict[str, dict[str, A
                     f"{row[what]['idle_share']:.1%}, gap {row[what]['longest_gap_us']:.0f} us"
                 )
         flat = ", flat" if row.get("flat") else ""
-        print(f"{said}{flat} [{time.perf_counter() - begun:.0f} s]", flush=True)
+        print(f"{said}{flat} [{time.perf_counter() - BEGUN:.0f} s]", flush=True)
         del rival
         forget()
     return out
@@ -179,7 +179,8 @@ def main() -> None:
         fields["idle_us"] = row["us"] - sum(fields["graphs_us"].values())
     del rival
     forget()
-    print(f"{form} at {args.context}: {row['us']:.0f} us a step")
+    spent = time.perf_counter() - BEGUN
+    print(f"{form} at {args.context}: {row['us']:.0f} us a step [{spent:.0f} s]", flush=True)
     for stage, us in stages.items():
         print(f"  {stage:10s} {us:10.1f} us  {us / sum(stages.values()):6.1%}")
     if gpu:
