@@ -24,7 +24,7 @@ CONSUMER_REGISTERS = 224  # with setmaxnreg: kernel.register_split
 OTHER_REGISTERS = 84  # of rows_gemm.py with 4 chunks ahead, besides what grows with the tiles
 MOST_AHEAD, SPARE_REGISTERS = 12, 24
 FEW_TILES = 4  # row tiles up to which rows_pairs.py multiplies
-PAIR_REGISTERS = 46  # of rows_pairs.py besides sums, activations and squares
+PAIR_REGISTERS = 52  # of rows_pairs.py besides sums, activations, squares and the head's norm
 BLOCKS = MAX_ROWS // 8
 COLUMNS_BYTES = BLOCKS * 512  # 32 columns (a chunk of K) of all rows
 
@@ -142,7 +142,7 @@ def pair_sweep(c: Config, name: str) -> PairSweep:
     out over the sweeps; then as many chunks as fit. A step's weights take at most half the ring."""
     g, most = c.gemm(name), most_tiles(c, name)
     chunks, per_chunk = g.slab // CHUNK // c.warps, c.warps * CHUNK * TILE * 2
-    free = consumer_registers(c) - PAIR_REGISTERS - (16 if g.normed else 0)
+    free = consumer_registers(c) - PAIR_REGISTERS - 16 * g.normed - 16 * (name == "lm")
     divisors = [n for n in range(1, chunks + 1) if chunks % n == 0]
     steps = [n for n in divisors if n * per_chunk <= c.stage_bytes]
 

@@ -43,10 +43,12 @@ def group_size(left, most):
 
 
 # -- products ----------------------------------------------------------------------------------
-def load_chunk(ahead, i, at, ok):
+def load_chunk(ahead, i, at, ok=None):
     """Chunk i of a pair into registers: [row tile][row g, g + 8][word]; zeros where not ok."""
     for part in range(4):
-        for e, word in enumerate(sync.ld_fresh_words_if(ok, at + part * 512)):
+        to = at + part * 512
+        words = sync.ld_fresh_words(to) if ok is None else sync.ld_fresh_words_if(ok, to)
+        for e, word in enumerate(words):
             ahead[VECTORS * i + 4 * part + e] = word
 
 
@@ -178,12 +180,12 @@ def pairs_gemm(
     if cutlass.const_expr(g.split > 1):
         first_chunk = first_chunk + k.rank * (g.slab // CHUNK)
     src = ends.source + Int64(first_chunk * COLUMNS_BYTES + k.lane * 16)
-    tile0, n, _, _ = plan_entry(k, phase)
     sums = cute.make_rmem_tensor(cute.make_layout(SUMS * s.tiles), Float32)
     squares = cute.make_rmem_tensor(cute.make_layout(16), Float32)
     ahead = cute.make_rmem_tensor(cute.make_layout(VECTORS * s.chunks), Uint32)
     for i in cutlass.range_constexpr(s.chunks):
-        load_chunk(ahead, i, src + i * COLUMNS_BYTES, Int32(n > 0))
+        load_chunk(ahead, i, src + i * COLUMNS_BYTES)  # also where the plan has no tile
+    tile0, n, _, _ = plan_entry(k, phase)
     pairs, pair, done = (p.row_tiles + 1) // 2, Int32(0), Int32(0)
     while done < n:
         left = group_size(n - done, s.tiles)

@@ -537,11 +537,5 @@ def pair_sync(pair):
     cute.arch.barrier(barrier_id=int(Barrier.PAIRS) + pair, number_of_threads=64)
 
 
-def group_sync(group, threads):
-    """Some consumer warps, as many as there are groups for: they share the barriers of the pairs.
-    group, threads: warp-uniform."""
-    ptx_do("bar.sync {$r0}, {$r1};", group + int(Barrier.PAIRS), threads)
-
-
 def consumer_sync(threads):
     cute.arch.barrier(barrier_id=int(Barrier.CONSUMERS), number_of_threads=threads)
