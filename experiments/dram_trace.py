@@ -205,7 +205,9 @@ def slots(args: Any) -> dict[str, Any]:
 def summary(times: np.ndarray) -> dict[str, dict[str, float]]:
     """us of a phase by part, means over CTAs and layers."""
     t, n = times.astype(np.float64) / 1e3, times.shape[1] - 1
-    out = {}
+    between = t[:, 1:n:4, 0] - t[:, 0:n:4, 3]
+    both = (t[:, 1:n:4, 0] > 0) & (t[:, 0:n:4, 0] > 0)
+    out = {"attention": {"between qkv and o": round(float(between[both].mean()), 2)}}
     for i, kind in enumerate((*phase_slots.KINDS, "lm")):
         v = t[:, i:n:4] if kind != "lm" else t[:, n:]
         v = np.maximum(v[v[..., 0] > 0], 0)
