@@ -37,9 +37,14 @@ def compared(a: Result, b: Result) -> dict[str, Any]:
 
 
 def folder_results(folder: Path) -> dict[str, Result]:
-    """The result files with figures, by name."""
+    """The result files whose figures state a spread, by name."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    return {name: r for name, r in found.items() if isinstance(r, dict) and "figures" in r}
+    return {
+        name: r
+        for name, r in found.items()
+        if "figures" in r
+        and all(isinstance(f, dict) and "spread" in f for f in r["figures"].values())
+    }
 
 
 def agreement(folder: Path, other: Path) -> Result:

@@ -32,7 +32,7 @@ CHAIN = 7  # drafted positions of the shipped drafter
 POLICIES: dict[str, tuple[int, bool]] = {"plain": (0, False), "chain": (CHAIN, True)} | {
     f"tree, N = {rows}": (rows - 1, False) for rows in ROWS
 }  # budget, whether a chain
-CONTEXTS = (1024, 4096, 16384)  # of the break-even; random tokens
+CONTEXTS = (1024, 4096, 8192)  # of the break-even; random tokens
 DRAWS = 2000
 
 Answer = tuple[list[int], int, float]
@@ -183,21 +183,22 @@ def main() -> None:
     made.add_argument("--model", default=DEFAULT_MODEL)
     made.add_argument("--prompts", type=int, default=64, help="on a CPU 8")
     made.add_argument("--tokens", type=int, default=96, help="on a CPU 48")
-    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--rounds", type=int, default=2)
     made.add_argument("--contexts", nargs="*", type=int, default=list(CONTEXTS))
     made.add_argument("--kernels", help="of a GPU, built beforehand")
     args = made.parse_args()
     if args.device == "cpu":
         args.prompts, args.tokens, args.contexts = min(args.prompts, 8), min(args.tokens, 48), []
     if args.quick:
-        args.prompts, args.tokens, args.rounds = min(args.prompts, 16), 48, 2
+        few = (4, 32, 1) if args.device == "cpu" else (16, 48, 2)
+        args.prompts, args.tokens, args.rounds = few
         args.contexts = args.contexts[:1]
     prompts = list(CHAT_PROMPTS[: args.prompts])
     drafting = Policies(args, 1024)
     answered = rounds_of(drafting, prompts, args.tokens, args.rounds)
     drafting.close()
     with_vocab(args)
-    rejecting = Policies(args, max([1024, *(n + 64 for n in args.contexts)]), rejecting=True)
+    rejecting = Policies(args, max([1024, *(n + 256 for n in args.contexts)]), rejecting=True)
     rejected = rounds_of(rejecting, prompts[:4], args.tokens, args.rounds)
     for name, rounds in rejected.items():
         if name != "plain" and tau_of(rounds[0]) > 1.1:

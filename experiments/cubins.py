@@ -26,11 +26,9 @@ ATTENTION = (
     "attention-smollm2-135m-splits16", "attention-llama-3.2-1b-splits4",
     "attention-llama-3.2-1b-splits8",
 )  # fmt: skip
-ROW_FORM = ("prompt-smollm2-135m-attention", "prompt-smollm2-135m-embed")
-ALL = (*TIMED, *PDL, *TRACED[1:], *TREES, *MOVES, *ATTENTION, *ROW_FORM)
+ALL = (*TIMED, *PDL, *TRACED[1:], *TREES, *MOVES, *ATTENTION)
 BUILDERS = {
     "timed": "tests.gpu.kernels",
-    "prompt": "tests.gpu.kernels",
     "tree": "tests.gpu.speculate_kernels",
     "compact": "tests.gpu.speculate_kernels",
     "attention": "tests.gpu.attention_kernels",

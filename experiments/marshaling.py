@@ -6,8 +6,9 @@ The same contents four ways, us of wall time until the device has them and the h
 candidates: `lists`: every field a Python list, made a tensor and sent by itself, the mask as rows
 x (context + rows), as some engines keep it; `lists, tree mask`: the same with the mask of the
 tree's own rows; `pinned`: one packed copy each way through pinned memory, as the baselines here do;
-`none`: an empty replay and a wait, what remains where nothing is carried. The megakernel carries
-nothing during a request.
+`none`: an empty replay and a wait, what remains where nothing is carried. One host thread: with
+more, torch's waits for its own threads would be part of the figures. The megakernel carries nothing
+during a request.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def main() -> None:
     """Command line."""
     args = parser(__doc__, "marshaling").parse_args()
     need_gpu("marshaling")
+    torch.set_num_threads(1)
     rounds = 40 if args.quick else 200
     cases: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}

@@ -18,16 +18,19 @@ def tree(read: Read) -> str | None:
     built, steps = read("tree_build"), read("baseline_steps")
     if built is None or steps is None:
         return None
-    row = next(r for r in built["rows"] if r["budget"] == 16)
+    row = next(r for r in built["rows"] if r["budget"] == built["beside"])
     heap = row["us"]["python heap + mask"]
-    ratio = row["us"]["python heap"] / min(row["us"].values())  # the same work, no mask
+    ratio = max(  # of the same work, no mask
+        r["us"]["python heap"] / us
+        for r in built["rows"] for name, us in r["us"].items() if "mask" not in name
+    )  # fmt: skip
     forms = next(iter(steps["models"].values()))
     step = next(iter(forms[HOST]["steps"].values()))["us"]
     said = (
-        f"{ratio:.1f}x over the fastest of the other builders at B = 16; a heap in Python, its "
-        f"mask included, is {heap / step:.1%} of a "
+        f"at most {ratio:.1f}x over a heap in Python, whatever the builder and B; at "
+        f"B = {built['beside']} that heap, its mask included, is {heap / step:.1%} of a {HOST} "
+        f"step, {heap:.0f} of {step:.0f} us"
     )
-    said += f"{HOST} step, {heap:.0f} of {step:.0f} us"
     sweep = read("context_sweep") or {"cases": []}
     ours = next((c for c in sweep["cases"] if c["form"] == "megakernel"), None)
     if ours is not None:
@@ -129,7 +132,7 @@ def stalls(read: Read) -> str | None:
 
 
 CLAIMS: tuple[tuple[str, Callable[[Read], str | None]], ...] = (
-    ("A tree builder that is hundreds of times faster removes the gap", tree),
+    ("A tree builder on the GPU is 474x faster than a heap in Python, and removes the gap", tree),
     ("A better verify attention makes decoding several times faster at every length", attention),
     ("Idle DRAM and tensor pipes show that the CPU is to blame", gaps),
     ("Scattered pages should be defragmented", fragmentation),

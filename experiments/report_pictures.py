@@ -12,11 +12,13 @@ Result = dict[str, Any]
 
 def tree_build(r: Result) -> Any:
     figure, axes = picture(
-        "A heap in Python is slow, and small beside a step", "tree nodes B", "us per tree"
+        "No builder is hundreds of times faster than a heap in Python",
+        "tree nodes B",
+        "us per tree",
     )
     budgets = [row["budget"] for row in r["rows"]]
     for i, name in enumerate(r["rows"][0]["us"]):
-        us = [row["us"][name] for row in r["rows"]]
+        us = [row["us"].get(name) for row in r["rows"]]
         axes.loglog(budgets, us, LINES[i % 4], marker=MARKS[i % 6], color="black", label=name)
     axes.set_xticks(budgets, [str(b) for b in budgets])
     axes.minorticks_off()
@@ -139,9 +141,11 @@ def kv_fragmentation(r: Result) -> Any:
         "context, positions", "us per layer",
     )  # fmt: skip
     names = [n for n in cases[0]["us"] if "copy" not in n]
+    width = 0.8 / len(names)
     for i, name in enumerate(names):
-        x = [j + (i - 1.5) * 0.2 for j in range(len(cases))]
-        axes.bar(x, [c["us"][name] for c in cases], 0.2, color="white" if i else "0.6",
+        x = [j + (i - (len(names) - 1) / 2) * width for j in range(len(cases))]
+        fill = "0.35" if name.startswith("ours") else "white" if i else "0.7"
+        axes.bar(x, [c["us"][name] for c in cases], width, color=fill,
                  edgecolor="black", hatch=HATCHES[i], label=name)  # fmt: skip
     axes.set_yscale("log")
     axes.set_xticks(range(len(cases)), [str(c["context"]) for c in cases])
@@ -149,11 +153,53 @@ def kv_fragmentation(r: Result) -> Any:
     return figure
 
 
+def verify_attention(r: Result) -> Any:
+    figure, axes = picture(
+        f"What verify attention is worth end to end: {r['model']}, N = 16",
+        "context, positions", "us per step",
+    )  # fmt: skip
+    for i, row in enumerate(r["steps"]):
+        points = sorted((int(n), us) for n, us in row["us"].items())
+        axes.loglog(*zip(*points), LINES[i % 4], marker=MARKS[i % 6], color="black",
+                    mfc="white" if i > 3 else "black", label=row["case"])  # fmt: skip
+    contexts = sorted({int(n) for row in r["steps"] for n in row["us"]})
+    axes.set_xticks(contexts, [str(n) for n in contexts])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _bars(title: str, y: str, groups: dict[str, dict[str, float]]) -> Any:
+    """Groups of bars on a logarithmic axis."""
+    figure, axes = picture(title, "", y, (7.2, 3.4))
+    names = list(dict.fromkeys(n for row in groups.values() for n in row))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        x = [j + (i - (len(names) - 1) / 2) * width for j in range(len(groups))]
+        fill = "0.35" if name.startswith("kernel") else "white" if i else "0.7"
+        axes.bar(x, [row.get(name, 0.0) for row in groups.values()], width, color=fill,
+                 edgecolor="black", hatch=HATCHES[i % 8], label=name)  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def compaction(r: Result) -> Any:
+    return _bars("Moving four accepted rows costs launches, not bytes", "us per step",
+                 {c["model"]: c["us"] for c in r["cases"]})  # fmt: skip
+
+
+def marshaling(r: Result) -> Any:
+    return _bars("Carrying a step's data: lists and full masks cost, one copy does not",
+                 "us per step", {f"N = {c['rows']}": c["us"] for c in r["cases"]})  # fmt: skip
+
+
 def chain_or_tree(r: Result) -> Any:
     figure, axes = picture(
         f"What a step commits, and what it must: {r['model']}", "", "tokens per step"
     )
-    names = [p["policy"] for p in r["policies"]]
+    names = [p["policy"].replace("tree, ", "") for p in r["policies"]]
     axes.bar(names, [p["tau"] for p in r["policies"]], color="0.7", edgecolor="black", label="tau")
     axes.plot(names, [p["break_even"] for p in r["policies"]], "_", ms=28, mew=2, color="black",
               label="break-even")  # fmt: skip
@@ -190,7 +236,8 @@ def public_megakernel(r: Result) -> Any:
 DRAWN: dict[str, Callable[[Result], Any]] = {
     "baseline_steps": baseline_steps, "tree_build": tree_build, "context_sweep": context_sweep,
     "dram_trace": dram_trace, "kv_fragmentation": kv_fragmentation, "chain_or_tree": chain_or_tree,
-    "host_stall": host_stall, "step_breakdown": step_breakdown, "pdl_steps": pdl_steps,
+    "host_stall": host_stall, "verify_attention": verify_attention, "compaction": compaction,
+    "marshaling": marshaling, "step_breakdown": step_breakdown, "pdl_steps": pdl_steps,
     "public_megakernel": public_megakernel,
 }  # fmt: skip
 

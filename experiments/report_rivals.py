@@ -55,6 +55,14 @@ def baseline_steps(r: Result) -> list[str]:
                 f"{a:.0f} to {b:.0f} us: {a / b:.1f}x without touching the host. A comparison with "
                 "the first form alone would flatter whoever makes it.",
             ]
+        own, graph = "graph_host_tree, our phases", "graph_pdl"
+        if own in forms and graph in forms:
+            at = contexts[0]
+            a, b = forms[own]["steps"][at]["us"], forms[graph]["steps"][at]["us"]
+            lines[-1] += (
+                f" With our phases in the same loop it takes {a:.0f} us, and {b:.0f} where the "
+                "tree and the walk are kernels of the graph too: the difference is the host's."
+            )
     if "plain" in next(iter(r["models"].values())):
         lines += ["", "`plain` decodes one row a step, without a drafter."]
     if r["failed"]:

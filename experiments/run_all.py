@@ -1,6 +1,6 @@
 """Run every experiment that can run here, then write the report.
 
-    python -m experiments.run_all --quick|--full [--only NAME ...] [--results FOLDER]
+    python -m experiments.run_all --quick|--full [--only | --skip NAME ...] [--results FOLDER]
                                   [--kernels FOLDER] [--cubins FOLDER]
 
 --quick takes at most 8 minutes of a GPU's time. Each experiment is a process of its own with a time
@@ -24,7 +24,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from experiments.common import RESULTS, default_device
 from experiments.provenance import provenance
@@ -55,7 +54,7 @@ EXPERIMENTS = (
     Experiment("dram_trace", 120, 70, kernels=True, pdl=True, quick=("--models", "smollm2-135m")),
     Experiment("pdl_steps", 110, 70, kernels=True, cubins=True),
     Experiment("chain_or_tree", 80, 40, gpu=False, kernels=True),
-    Experiment("verify_attention", 110, 45, cubins=True),
+    Experiment("verify_attention", 140, 50, cubins=True),
     Experiment("tree_build", 30, 20, gpu=False, cubins=True),
     Experiment("kv_fragmentation", 45, 30, cubins=True),
     Experiment("step_breakdown", 80, 40, gpu=False),
@@ -97,18 +96,33 @@ def run(words: list[str], limit: float) -> int | None:
     return None
 
 
-def write(args: argparse.Namespace, origin: dict[str, Any], seconds: dict[str, float],
-          failed: dict[str, str]) -> None:  # fmt: skip
-    """How long the experiments took, after each of them."""
-    size = "quick" if args.quick else "full"
-    result = {
-        "about": f"python -m experiments.run_all --{size}",
-        "device": origin.get("gpu", "cpu"), **origin,
-        "seconds": seconds, "total_s": sum(seconds.values()), "failed": failed,
-    }  # fmt: skip
-    args.results.mkdir(parents=True, exist_ok=True)
-    path = args.results / f"run_{size}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+class Log:
+    """How long the experiments took: run_quick.json or run_full.json, written after each of them.
+    A run of some of them goes on with the others' lines where they are of the same revision."""
+
+    def __init__(self, args: argparse.Namespace, device: str) -> None:
+        self.size, origin = "quick" if args.quick else "full", provenance()
+        self.about = {
+            "about": f"python -m experiments.run_all --{self.size}",
+            "device": origin.get("gpu", "cuda") if device == "cuda" else "cpu", **origin,
+        }  # fmt: skip
+        self.path = args.results / f"run_{self.size}.json"
+        self.seconds: dict[str, float] = {}
+        self.failed: dict[str, str] = {}
+        if args.only and self.path.exists():
+            old = json.loads(self.path.read_text())
+            if all(old[key] == self.about[key] for key in ("device", "revision")):
+                self.seconds, self.failed = old["seconds"], old["failed"]
+
+    def note(self, name: str, seconds: float, wrong: str | None) -> None:
+        self.seconds[name] = seconds
+        self.failed.pop(name, None)
+        if wrong:
+            self.failed[name] = wrong
+        total = sum(self.seconds.values())
+        fields = {"seconds": self.seconds, "total_s": total, "failed": self.failed}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.about | fields, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -117,35 +131,37 @@ def main() -> None:
     size = made.add_mutually_exclusive_group(required=True)
     size.add_argument("--quick", action="store_true")
     size.add_argument("--full", action="store_true")
-    made.add_argument("--only", nargs="+", choices=[e.name for e in EXPERIMENTS])
+    names = [e.name for e in EXPERIMENTS]
+    made.add_argument("--only", nargs="+", choices=names)
+    made.add_argument("--skip", nargs="+", choices=names, default=[])
     made.add_argument("--results", type=Path, default=RESULTS)
     made.add_argument("--kernels", type=Path, help="the engine's kernels, built beforehand")
     made.add_argument("--cubins", type=Path, help="the experiments' own kernels, built beforehand")
     made.add_argument("--within", type=float, default=3600.0, help="seconds for all of them")
     made.add_argument("--no-report", action="store_true", help="result files only")
     args = made.parse_args()
-    gpu, begun = default_device() == "cuda", time.perf_counter()
-    origin, seconds, failed = provenance(), {}, {}
+    begun, device = time.perf_counter(), default_device()
+    gpu, log, failed = device == "cuda", Log(args, device), {}
     for e in EXPERIMENTS:
-        if args.only and e.name not in args.only:
+        if (args.only and e.name not in args.only) or e.name in args.skip:
             continue
         if (need := missing(e, gpu, args)) is not None:
             print(f"{e.name} is not run: it needs {need}")
             continue
         left = args.within - (time.perf_counter() - begun)
-        limit = min(left, e.quick_limit if args.quick else e.limit) if gpu else 3600.0
         if left < 5:
             failed[e.name] = "no time was left"
             continue
+        limit = min(left, e.quick_limit if args.quick else e.limit) if gpu else 3600.0
         words = command(e, args)
         print("#", *words[1:], flush=True)
         start = time.perf_counter()
         code = run(words, limit)
-        seconds[e.name] = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         if code != 0:
             failed[e.name] = f"not ready after {limit:.0f} s" if code is None else f"exit {code}"
-        print(f"# {e.name}: {seconds[e.name]:.0f} s {failed.get(e.name, '')}\n", flush=True)
-        write(args, origin, seconds, failed)
+        print(f"# {e.name}: {seconds:.0f} s {failed.get(e.name, '')}\n", flush=True)
+        log.note(e.name, seconds, failed.get(e.name))
     if not args.no_report:
         subprocess.run([sys.executable, "-m", "experiments.report"], check=True)
     if failed:

@@ -198,7 +198,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}
     for budget in BUDGETS:
-        row = case(budget, args.depth, args.device, 25 if args.quick else 101, folder)
+        row = case(budget, args.depth, args.device, 25 if args.quick else 61, folder)
         figures |= {f"{name}, B = {budget}, us": f for name, f in row.pop("figures").items()}
         rows.append(row)
         cells = "  ".join(f"{k}: {v:8.1f} us" for k, v in row["us"].items())

@@ -6,8 +6,9 @@
 in turn, so that L2 does not keep a short one: torch's with an additive mask; split-KV in Triton
 with 1 to 128 splits, with 128-bit loads and with loads value by value, in a captured graph; and the
 megakernel's, with the splits it can have, a hand-off to the next layer in its figures. Ours loads
-128 bits at a time or whole blocks by bulk copies: it has no form that loads value by value. It
-holds up to 16 rows; more rows take its row form, timed as a prompt's chunk behind the context.
+128 bits at a time or whole blocks by bulk copies: it has no form that loads value by value. More
+than 16 rows have no attention kernel of their own: `growth of a step` is what a whole step of so
+many rows takes longer than behind 16 positions, a layer.
 
 `steps`: us of a whole step of `graph_host_tree` with the same choices, and without graphs: what is
 left of a kernel's gain where a host's loop is around it; `ours`: the same loop around our phases.
@@ -15,11 +16,11 @@ left of a kernel's gain where a host's loop is around it; `ours`: the same loop 
 
 from __future__ import annotations
 
-import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from experiments.baseline_steps import COMMITTED, forget, timed
@@ -27,7 +28,7 @@ from experiments.baselines import Baseline, Eager, HostTree, Setup
 from experiments.baselines.attention import Sdpa
 from experiments.baselines.models import OnDevice, open_model
 from experiments.common import figure, need_gpu, parser, quiet, save
-from experiments.cubins import ATTENTION, PDL, ROW_FORM, find
+from experiments.cubins import ATTENTION, PDL, TIMED, find
 from experiments.kv_fragmentation import COPIES, SHAPES, graph_us, layer_us, read_all
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -35,7 +36,7 @@ SCALAR = (16, 64)  # splits that are also timed value by value
 ROWS = {"smollm2-135m": (1, 16, 64), "llama-3.1-8b": (16,)}
 CONTEXTS = (4096, 16384, 65536)
 MOST_MASKED = 16384  # context up to which torch's attention is part of the steps
-OURS = 16  # rows of the decode form
+OURS, SHORT = 16, 16  # rows of the decode form; positions of the shortest step
 
 
 def triton_us(model: str, rows: int, context: int, rounds: int) -> dict[str, list[float]]:
@@ -73,7 +74,7 @@ def ours_us(
     from tests.gpu.attention_kernels import ALL, LAYERS
 
     if rows > OURS:
-        return {"ours, row form": row_form_us(model, rows, context, rounds, folder)}
+        return {"ours, growth of a step": tree_us(model, rows, context, rounds, folder)}
     name, out = f"attention-{model}", {}
     found = Case(Kernel.read(folder / name), ALL[name], context, chain(rows), 1, LAYERS)
     for other in (n for n in ATTENTION if n == name or n.startswith(f"{name}-splits")):
@@ -82,23 +83,31 @@ def ours_us(
     return dict(sorted(out.items(), key=lambda item: int(item[0].split()[1])))
 
 
-def row_form_us(model: str, rows: int, context: int, rounds: int, folder: Path) -> list[float]:
-    """us a layer of a prompt's chunk, less the grid barrier between layers, by rounds."""
-    from cute_kernels.gpu.load import Kernel
-    from experiments.gpu_prompt import times_us
-    from tests.gpu.kernels import small
-    from tests.gpu.prompt_case import Model, PromptCase
+def tree_us(model: str, rows: int, context: int, rounds: int, folder: Path) -> list[float]:
+    """How much longer a whole step of so many rows takes behind the context than behind
+    SHORT positions, a layer, by launches of a script of such steps."""
+    import random
 
-    c = small(model)  # four layers: what the kernel was built for
-    case, last = PromptCase(c, Model(c, seed=3), context + rows, seed=4), 4 * c.shape.layers
-    case.pool.view(torch.bfloat16).normal_()
-    case.set_rows("q", torch.randn(rows, c.shape.qkv, device="cuda").bfloat16())
-    attention, empty = (
-        Kernel.read(folder / f"prompt-{model}-{part}") for part in ("attention", "embed")
-    )
-    idle = statistics.median(times_us(case, empty, rows, context, 1, last))
-    times = times_us(case, attention, rows, context, 0, last)[-rounds:]
-    return [(us - idle) / c.shape.layers for us in times]
+    from cute_kernels.gpu.config import product
+    from cute_kernels.gpu.load import Kernel
+    from cute_kernels.gpu.script import rows_step
+    from tests.gpu.model import Context, Model
+    from tests.gpu.rows_case import make_rig, random_tree
+
+    c, rng = product(model), random.Random(1)
+    weights = Model(c.shape, seed=11)
+    held = Context(c.shape, context, 512, seed=2)
+    rig, _ = make_rig(Kernel.read(folder / f"timed-{model}"), c, weights, weights.packed(c), held)
+    parents = random_tree(rows, rng)
+    tokens = [rng.randrange(c.shape.vocab) for _ in range(rows)]
+
+    def step_us(position: int) -> float:
+        rig.set_rows(tokens, position, parents)
+        ns = rig.run([rows_step(rows, position, c.shape.layers)] * 8)["ns"][:, :rows]
+        return float(np.median(ns[1:, 0] - ns[:-1, -1])) / 1000
+
+    step_us(SHORT)
+    return [(step_us(context) - step_us(SHORT)) / c.shape.layers for _ in range(rounds)]
 
 
 def layer(model: str, rows: int, context: int, rounds: int, folder: Path | None) -> dict[str, Any]:
@@ -170,7 +179,7 @@ def main() -> None:
     args = made.parse_args()
     need_gpu("verify_attention", "Triton")
     quiet()
-    folder = find(args.cubins, *ATTENTION, *ROW_FORM, PDL[0])
+    folder = find(args.cubins, *ATTENTION, TIMED[0], PDL[0])
     contexts = list(CONTEXTS[:2] if args.quick else CONTEXTS)
     shapes = {"smollm2-135m": (16,)} if args.quick else ROWS
     fields: dict[str, Any] = {"layer": [], "model": args.model, "steps": [], "figures": {}}

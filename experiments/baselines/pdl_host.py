@@ -12,6 +12,7 @@ from experiments.baselines.core import Setup
 from experiments.baselines.graphs import Captured
 from experiments.baselines.loops import HostTree, pinned
 from experiments.baselines.pdl_loop import PdlCore
+from experiments.baselines.trees import root_paths
 
 
 class PdlHostTree(HostTree):
@@ -60,8 +61,4 @@ class PdlHostTree(HostTree):
         self.core.clear()
 
     def carry(self, parents: list[int]) -> None:
-        """Rows from the root on, a row's own repeated behind its end: what our attention reads."""
-        lines: list[list[int]] = []
-        for row, parent in enumerate(parents):
-            lines.append([*(lines[parent] if parent >= 0 else ()), row])
-            self._paths[row] = lines[row] + [row] * (self.core.most - len(lines[row]))
+        self._paths[:] = root_paths(parents, self.core.most)

@@ -79,3 +79,24 @@ def test_an_experiment_that_takes_too_long_is_stopped_with_what_it_started(tmp_p
     assert run_all.run([sys.executable, "-c", parent], 3.0) is None
     assert gone(int(started.read_text()))
     assert run_all.run([sys.executable, "-c", "raise SystemExit(3)"], 20.0) == 3
+
+
+def test_a_run_of_some_keeps_the_times_of_the_others(tmp_path, monkeypatch):
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["run_all", "--quick", "--no-report", *words])
+        run_all.main()
+        return json.loads((tmp_path / "run_quick.json").read_text())
+
+    monkeypatch.setattr(run_all, "default_device", lambda: "cuda")
+    monkeypatch.setattr(run_all, "command", lambda e, args: [sys.executable, "-c", "0"])
+    words = ["--results", str(tmp_path), "--only"]
+    first = call(*words, "marshaling", "compaction")
+    assert set(first["seconds"]) == {"marshaling", "compaction"} and not first["failed"]
+    second = call(*words, "host_stall")
+    assert set(second["seconds"]) == {"marshaling", "compaction", "host_stall"}
+    assert second["total_s"] == pytest.approx(sum(second["seconds"].values()))
+    assert set(call("--results", str(tmp_path))["seconds"]) >= {"tree_build", "dram_trace"}
+    monkeypatch.setattr(run_all, "command", lambda e, args: [sys.executable, "-c", "exit(1)"])
+    with pytest.raises(SystemExit, match="marshaling: exit 1"):
+        call(*words, "marshaling")
+    assert json.loads((tmp_path / "run_quick.json").read_text())["failed"]["marshaling"]

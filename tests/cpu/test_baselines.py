@@ -15,6 +15,7 @@ from experiments.baselines.trees import (
     ancestor_mask,
     best_first,
     candidates,
+    root_paths,
 )
 
 PROMPT = [5, 17, 101, 33, 64, 90, 12]
@@ -68,6 +69,7 @@ def test_trees_are_those_of_the_engine(depth, budget, equal):
         mask = [[(int(bits[j // 64]) >> (j % 64)) & 1 for j in rows] for bits in want.mask]
         assert np.array_equal(ancestor_mask(parents), mask)
         assert np.array_equal(got.mask, mask)
+        assert np.array_equal(root_paths(parents, depth + 1), got.paths)
 
 
 def test_the_table_of_candidates_is_as_large_as_counted():
