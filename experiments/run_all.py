@@ -58,7 +58,7 @@ EXPERIMENTS = (
     Experiment("verify_attention", 140, 50, cubins=True),
     Experiment("tree_build", 30, 20, gpu=False, cubins=True),
     Experiment("kv_fragmentation", 45, 30, cubins=True),
-    Experiment("step_breakdown", 80, 40, gpu=False),
+    Experiment("step_breakdown", 90, 70, gpu=False),
     Experiment("public_megakernel", 30, 30, cubins=True),
     Experiment("compaction", 20, 15, cubins=True),
     Experiment("marshaling", 20, 15),
