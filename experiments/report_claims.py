@@ -26,6 +26,8 @@ def tree(read: Read) -> str | None:
         for r in built["rows"] for name, us in r["us"].items() if "mask" not in name
     )  # fmt: skip
     forms = next(iter(steps["models"].values()))
+    if HOST not in forms:
+        return None
     step = next(iter(forms[HOST]["steps"].values()))["us"]
     said = (
         f"at most {ratio:.1f}x over a heap in Python, whatever the builder and B; at "
