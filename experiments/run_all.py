@@ -48,7 +48,8 @@ class Experiment:
 
 # The headline figures first; last the one that keeps all cores busy, and would disturb the others.
 EXPERIMENTS = (
-    Experiment("baseline_steps", 130, 90, pdl=True, quick=("--models", "smollm2-135m")),
+    Experiment("baseline_steps", 130, 90, pdl=True,
+               quick=("--models", "smollm2-135m", "--skip", "plain")),
     Experiment("context_sweep", 150, 60, kernels=True, pdl=True,
                quick=("--contexts", "1024", "7936", "16384")),
     Experiment("dram_trace", 120, 70, kernels=True, pdl=True, quick=("--models", "smollm2-135m")),
