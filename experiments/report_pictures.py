@@ -41,7 +41,7 @@ def baseline_steps(r: Result) -> Any:
     rest = [t - d for t, d in zip(total, device)]
     axes.barh(names, rest, left=device, color="white", edgecolor="black", hatch=HATCHES[1],
               label="the rest: host, gaps")  # fmt: skip
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower right")
     return figure
 
 
