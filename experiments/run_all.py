@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.common import RESULTS, default_device
+from experiments.common import RESULTS, default_device, other_place
 from experiments.provenance import provenance
 
 
@@ -107,7 +107,7 @@ class Log:
             "about": f"python -m experiments.run_all --{self.size}",
             "device": origin.get("gpu", "cuda") if device == "cuda" else "cpu", **origin,
         }  # fmt: skip
-        self.path = args.results / f"run_{self.size}.json"
+        self.path = other_place(args.results / f"run_{self.size}.json", device)
         self.seconds: dict[str, float] = {}
         self.failed: dict[str, str] = {}
         if args.only and self.path.exists():
