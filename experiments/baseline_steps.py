@@ -6,7 +6,7 @@ Each rival of `experiments.baselines`, N rows, one sequence. `tokens`: what it w
 prompts, judged by the fp32 model: a token that fp32 would not have chosen is listed with how far
 its logit lies below the largest. `steps`: time of a step behind a context of random keys, each step
 committing a fixed number of tokens, so that nothing depends on the text: wall time of the whole
-loop, and device time of each graph replayed alone. graph_pdl needs kernels (--pdl).
+loop, and device time of each graph replayed alone. Forms with our phases need kernels (--pdl).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import torch
 
 from experiments.baselines import Baseline, Setup, make
 from experiments.baselines.models import OnDevice, gaps, open_model
-from experiments.common import default_device, parser, quiet, save
+from experiments.common import default_device, figure, parser, quiet, save
+from experiments.cubins import PDL as PDL_KERNELS
+from experiments.cubins import find
 
 PROMPTS = Path(__file__).parent / "baselines" / "prompt_ids.json"
 COMMITTED = 4
@@ -41,11 +43,17 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "graph_whole_step, split-KV": ("graph_whole_step", dict(attention="triton")),
     "graph_whole_step, split-KV, fused": ("graph_whole_step", dict(attention="triton", fused=True)),
+    "graph_host_tree, our phases": ("host_pdl", dict(attention="triton", fused=True)),
     "graph_pdl, drafter in torch": ("graph_pdl", dict(attention="triton", fused=True)),
     "graph_pdl": ("graph_pdl", dict(attention="triton", fused=True)),
 }  # fmt: skip
-PDL = "graph_pdl"
+PDL, HOST_PDL = "graph_pdl", "host_pdl"  # kinds of our own phases
 ON_CPU = ("plain", "eager", "graph_host_tree", "graph_whole_step")
+FEW = (
+    "graph_host_tree", "graph_host_tree, split-KV, fused", "graph_whole_step, split-KV, fused",
+    "graph_host_tree, our phases", "graph_pdl",
+)  # fmt: skip
+"""The forms that every model but the first is measured in."""
 MOST_SDPA = 16384  # beyond it torch's masked attention takes tens of milliseconds a step
 
 
@@ -58,8 +66,13 @@ def setup_of(form: str, weights: Any, drafter: Any, ctx: int, args: Any, **more:
 
 def open_rival(form: str, setup: Setup, args: Any) -> Baseline:
     """A rival of FORMS; graph_pdl from the kernels that args names."""
-    if FORMS[form][0] != PDL:
-        return make(FORMS[form][0], setup)
+    kind = FORMS[form][0]
+    if kind == HOST_PDL:
+        from experiments.baselines.pdl_host import PdlHostTree
+
+        return PdlHostTree(setup, args.pdl)
+    if kind != PDL:
+        return make(kind, setup)
     from experiments.baselines.pdl_loop import GraphPdl
 
     return GraphPdl(setup, args.pdl, drafter_too=form == PDL)
@@ -86,7 +99,8 @@ def replay_us(rival: Baseline, rounds: int) -> list[float]:
 
 
 def timed(rival: Baseline, context: int, steps: int, rounds: int) -> dict[str, Any]:
-    """us of a step: of each round the mean, of the rounds the median, least and largest."""
+    """us of a step: of each round the mean, of the rounds the median, least and largest. tau: what
+    was committed; less than the forced acceptance says where trees of random keys are shallow."""
     means = []
     for _ in range(rounds):
         rival.pretend(context, steps + 3)
@@ -100,6 +114,7 @@ def timed(rival: Baseline, context: int, steps: int, rounds: int) -> dict[str, A
         means.append((time.perf_counter() - begun) / steps * 1e6)
     row: dict[str, Any] = {
         "us": statistics.median(means), "us_min": min(means), "us_max": max(means),
+        "rounds": means, "tau": (rival.length - context) / (steps + 3),
     }  # fmt: skip
     rival.pretend(context, steps + 3)
     rival.clock.on, rival.clock.seconds = True, {}
@@ -150,8 +165,9 @@ def main() -> None:
     made.add_argument("--models", nargs="+", default=["smollm2-135m", "llama-3.2-1b"])
     made.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192])
     made.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    made.add_argument("--skip", nargs="+", default=[], choices=list(FORMS))
     made.add_argument("--rows", type=int, default=16)
-    made.add_argument("--pdl", type=Path, help="kernels of graph_pdl, built beforehand")
+    made.add_argument("--pdl", type=Path, help="kernels of our phases, built beforehand")
     made.add_argument("--prompts", type=int, default=4)
     made.add_argument("--tokens", type=int, default=96)
     made.add_argument("--steps", type=int, default=32)
@@ -160,18 +176,27 @@ def main() -> None:
     quiet()
     if args.quick:
         args.prompts, args.tokens, args.rounds = 2, 48, 2
+    if args.device == "cuda":
+        args.pdl = find(args.pdl, *PDL_KERNELS)
     if args.pdl is None:
-        args.forms = [form for form in args.forms if FORMS[form][0] != PDL]
+        args.forms = [form for form in args.forms if FORMS[form][0] not in (PDL, HOST_PDL)]
     if args.device == "cpu":
         args.forms = [form for form in args.forms if form in ON_CPU]
     result: dict[str, Any] = {
         "rows": args.rows, "committed": COMMITTED, "steps": args.steps, "models": {}, "failed": {},
+        "figures": {},
     }  # fmt: skip
-    for name in args.models:
+    every = [form for form in args.forms if form not in args.skip]
+    for i, name in enumerate(args.models):
+        args.forms = [form for form in every if i == 0 or form in FEW]
         rows = result["models"][name] = measure(name, args, result["failed"])
         for form, row in rows.items():
             cells = " ".join(f"{n}: {s['us']:9.1f} us" for n, s in row["steps"].items())
             print(f"{name:14s} {form:36s} {cells}", flush=True)
+        result["figures"] |= {
+            f"{name}, {form} at {n}: step, us": figure(step["rounds"], "host")
+            for form, row in rows.items() for n, step in row["steps"].items()
+        }  # fmt: skip
         save("baseline_steps", args.json, args.device, result, args.quick)
 
 

@@ -10,7 +10,9 @@ import argparse
 import hashlib
 import json
 import os
+import statistics
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,38 @@ PICTURES = Path(__file__).parent / "pictures"
 HATCHES = ("", "///", "...", "xx", "--", "\\\\\\", "oo", "++")
 LINES = ("-", "--", ":", "-.")
 MARKS = ("o", "s", "^", "x", "D", "v")
+
+FLOORS = {"device": 0.03, "host": 0.10}
+"""The least relative spread that is stated of a time: by a device's clock, for two GPUs of one kind
+differ; and of a time in which the host's Python has a part."""
+SHARE = 0.02
+"""The same of a share, absolutely."""
+MANY = 20
+
+
+def figure(
+    samples: Sequence[float], kind: str = "device", resolution: float = 0.0
+) -> dict[str, float]:
+    """A figure with its stated spread, for the field `figures` (label -> figure) of a result file.
+
+    samples: of a run's rounds, which alternate between what is compared; more than MANY are taken
+    as five rounds, medians of consecutive parts. kind: `device`, `host` (a time or a rate) or
+    `share`. `value` is the samples' median; `spread`, in the same unit, what another run's median
+    may differ by: the range of the rounds, and at least FLOORS or SHARE, and `resolution`, what the
+    clock can tell apart.
+    """
+    value, rounds = statistics.median(samples), list(samples)
+    if len(samples) > MANY:
+        n = len(samples)
+        rounds = [statistics.median(samples[i * n // 5 : (i + 1) * n // 5]) for i in range(5)]
+    low, high = min(rounds), max(rounds)
+    least = SHARE if kind == "share" else FLOORS[kind] * abs(value)
+    return {
+        "value": value,
+        "least": low,
+        "most": high,
+        "spread": max(high - low, least, resolution),
+    }
 
 
 def parser(doc: str | None, name: str) -> argparse.ArgumentParser:

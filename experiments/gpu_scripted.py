@@ -2,10 +2,13 @@
 
 Used by the experiments that compare decoding with a reference. The kernel is the engine's but for
 its service warp, which takes the steps from a list; weights are packed as the engine packs them.
+
+    python -m experiments.gpu_scripted DIR     # anywhere: builds SmolLM2's, for --kernels DIR
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +20,10 @@ import torch
 from cute_kernels.gpu import build
 from cute_kernels.gpu.arguments import COUNT, Arg
 from cute_kernels.gpu.board import MAX_ROWS, make_board
-from cute_kernels.gpu.config import COPIES, PAGE, Config
+from cute_kernels.gpu.buffers import step_buffers
+from cute_kernels.gpu.config import PAGE, Config, product
 from cute_kernels.gpu.load import Kernel
-from cute_kernels.gpu.prompt_plan import PromptBuffers
 from cute_kernels.gpu.script import RECORD, as_script, decode_step
-from cute_kernels.gpu.tiles import Buffers
 from megadecode.cuda_kernel import choose_config, find_gpu, kernel_folder
 from megadecode.cuda_weights import pack_model
 from megadecode.models.weights import Weights
@@ -53,12 +55,7 @@ class Scripted:
         pages = -(-ctx // PAGE) + 1
         self.memory = pack_model(model.config, model.tensor, self.c, ctx + PAGE)
         blocks = pages * self.layers * model.config.kv_heads
-        sizes = {
-            "KV_POOL": blocks * self.c.kv_block_bytes,
-            "ACT": COPIES * Buffers.of(self.c).bytes,
-            "LOGITS": MAX_ROWS * self.c.logit_stride * 4,
-            "PROMPT_ACT": PromptBuffers.of(self.c).bytes,
-        }
+        sizes = step_buffers(self.c) | {"KV_POOL": blocks * self.c.kv_block_bytes}
         self.memory |= {
             name: torch.full((size,), 255, dtype=torch.uint8, device="cuda")
             for name, size in sizes.items()
@@ -111,3 +108,7 @@ def read_through(
     scripted = Scripted(model, max(map(len, texts)) + 1, kernels)
     for ids in texts:
         yield scripted.read(ids)
+
+
+if __name__ == "__main__":
+    build.build_kernel(product("smollm2-135m"), "script", Path(sys.argv[1]))

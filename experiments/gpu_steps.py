@@ -13,6 +13,7 @@ import json
 import pathlib
 import statistics
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from cute_kernels.gpu.config import Config
 from cute_kernels.gpu.load import Kernel
 from cute_kernels.gpu.script import decode_step
 from cute_kernels.gpu.tiles import step_bytes
+from experiments.common import figure
 from experiments.provenance import provenance
 from tests.gpu.kernels import timed
 from tests.gpu.model import Context, Model
@@ -30,8 +32,8 @@ CASES = ((1024, 1), (1024, 4), (1024, 8), (1024, 16), (16384, 1))  # context, ro
 STEPS, FIRST, ROUNDS = 50, 5, 3
 
 
-def step_us(rig: Rig, context: int, rows: int) -> dict[str, float]:
-    """Of each round's median the least, the median and the largest."""
+def step_us(rig: Rig, context: int, rows: int) -> dict[str, Any]:
+    """Of the rounds' medians the least, the median and the largest, and all of them."""
     layers = rig.c.shape.layers
     steps = [
         decode_step([7] * rows, context + i * (rig.ctx is not None), layers, free=i > 0)
@@ -41,7 +43,8 @@ def step_us(rig: Rig, context: int, rows: int) -> dict[str, float]:
     for _ in range(ROUNDS):
         times = np.diff(rig.run(steps)[:, 0]["ns"])[FIRST:]
         rounds.append(float(np.median(times)) / 1e3)
-    return {"us": statistics.median(rounds), "us_min": min(rounds), "us_max": max(rounds)}
+    found = {"us": statistics.median(rounds), "us_min": min(rounds), "us_max": max(rounds)}
+    return found | {"rounds": rounds}
 
 
 def phases(rig: Rig) -> dict[str, list[float]]:
@@ -76,7 +79,7 @@ def run(folder: pathlib.Path, name: str, c: Config, packed: dict) -> dict:
 
 
 def main(folder: pathlib.Path, target: pathlib.Path, names: list[str]) -> None:
-    results: dict = {"provenance": provenance(), "kernels": {}}
+    results: dict = {"provenance": provenance(), "figures": {}, "kernels": {}}
     packed: dict[tuple, dict] = {}  # of one model at a time
     for name, c in timed().items():
         if (names and name not in names) or not (folder / f"{name}.json").exists():
@@ -86,7 +89,10 @@ def main(folder: pathlib.Path, target: pathlib.Path, names: list[str]) -> None:
             packed.clear()
             torch.cuda.empty_cache()
             packed[key] = Model(c.shape, seed=3).packed(c)
-        results["kernels"][name] = run(folder, name, c, packed[key])
+        results["kernels"][name] = row = run(folder, name, c, packed[key])
+        for step in row["steps"]:
+            label = f"{name}, {step['rows']} rows at {step['context']}, us"
+            results["figures"][label] = figure(step["rounds"])
         target.write_text(json.dumps(results, indent=1))
 
 

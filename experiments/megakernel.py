@@ -1,11 +1,12 @@
 """The persistent kernel beside its rivals: the engine as users have it, by the device's clock.
 
-Used by context_sweep, dram_trace and host_stall. Needs a GPU and a folder of kernels built
-elsewhere (`megadecode build --folder`).
+Used by context_sweep, dram_trace, host_stall and pdl_steps. Needs a GPU and a folder of kernels
+built elsewhere (`megadecode build --folder`).
 """
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from experiments.host_stop import Stamps
 from megadecode import Engine, SamplingParams
 from megadecode.acceptance import propose
 from megadecode.presets import NAMES
+from megadecode.request import Generation
 
 
 def random_ids(count: int, vocab: int, seed: int = 5) -> list[int]:
@@ -22,23 +24,42 @@ def random_ids(count: int, vocab: int, seed: int = 5) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(1000, vocab - 1000, count)]
 
 
+class Steps(Stamps):
+    """A request's reader that keeps, for each step, its tokens, the device's time stamp, and when
+    the host has read it; ns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+        self.arrivals: list[int] = []
+
+    def on_pairs(self, ids: list[int], logprobs: Any, accepted: int, step: int, stamp: int) -> None:
+        super().on_pairs(ids, logprobs, accepted, step, stamp)
+        self.counts.append(len(ids))
+        self.arrivals.append(time.monotonic_ns())
+
+
 class Megakernel:
     """An engine for one stream, N = budget + 1 rows a step.
 
-    scripted: what is drafted comes from a script that is right with probability `acceptance`, made
-    from the text as it is decoded plainly, so that steps commit as many tokens as a trained
-    drafter's; the drafter runs all the same.
+    scripted: what is drafted comes from a script that is right so often, made from the text as it
+    is decoded plainly, so that steps commit as many tokens as a trained drafter's; the drafter runs
+    all the same. One engine serves any number of prompts, each with a script of its own.
     """
 
     def __init__(
-        self, model: str, ctx: int, kernels: str | None, budget: int = 15, chain: bool = False
-    ) -> None:
-        self.model, self.ctx, self.vocab = model, ctx, 0
-        self.draft = "random" if model in NAMES else "auto"
-        self.options: dict[str, Any] = dict(ctx=ctx, slots=1, device="cuda", park_after_s=60.0)
-        self.options |= {"kernels": kernels} if kernels else {}
-        self.policy: dict[str, Any] = dict(budget=budget, shape="chain" if chain else "tree")
-        self.engine: Engine | None = None
+        self, model: str, ctx: int, kernels: str | None, budget: int = 15, scripted: bool = False,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.budget, self.scripted = budget, scripted
+        more: dict[str, Any] = {"kernels": kernels} if kernels else {}
+        if scripted:
+            more["script"] = propose([0], 0, vocab=4096)  # until a prompt has its own
+        self.engine = Engine(
+            model, ctx, slots=1, device="cuda", park_after_s=60.0, budget=budget,
+            draft="random" if model in NAMES else "auto", **more, **options,
+        )  # fmt: skip
+        self.vocab = self.engine.config.vocab
 
     def __enter__(self) -> Megakernel:
         return self
@@ -47,32 +68,35 @@ class Megakernel:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        if self.engine is not None:
-            self.engine.close()
+        self.engine.close()
 
-    def open(self, context: int, new_tokens: int, acceptance: float | None) -> None:
-        """Open the engine; with acceptance, scripted for a prompt of `context` tokens."""
-        script = None
-        if acceptance is not None:
-            with Engine(self.model, draft="off", **self.options) as plain:
-                self.prompt = random_ids(context, plain.config.vocab)
-                text = plain.submit(self.prompt, self._params(new_tokens)).result().token_ids
-                script = propose(text, context, vocab=plain.config.vocab, acceptance=acceptance)
-        more = {"script": script} if script is not None else {}
-        self.engine = Engine(self.model, draft=self.draft, **self.options, **self.policy, **more)
-        self.prompt = random_ids(context, self.engine.config.vocab)
+    def _set_budget(self, budget: int) -> None:
+        with self.engine.parked():
+            self.engine._parts.set_policy(budget)  # type: ignore[attr-defined]
 
-    @staticmethod
-    def _params(new_tokens: int) -> SamplingParams:
-        return SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    def prepare(self, prompt: list[int], new_tokens: int, acceptance: float) -> list[int]:
+        """Write the script of a prompt: its text, decoded plainly, which is returned."""
+        assert self.scripted
+        self._set_budget(0)
+        text = self.answer(prompt, new_tokens).token_ids
+        script = propose(text, len(prompt), vocab=self.vocab, acceptance=acceptance)
+        with self.engine.parked():
+            self.engine._parts.play(script)  # type: ignore[attr-defined]
+        self._set_budget(self.budget)
+        return list(text)
 
-    def run(self, new_tokens: int) -> dict[str, Any]:
-        """One request: step time, tokens a step, rates with and without the prompt, the split."""
-        assert self.engine is not None
-        before = self.engine.stats().split
-        result = self.engine.submit(self.prompt, self._params(new_tokens)).result()
+    def answer(self, prompt: list[int], new_tokens: int) -> Generation:
+        """So many new tokens."""
+        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        result = self.engine.submit(prompt, params).result()
         if result.error is not None:
-            raise result.error
+            raise RuntimeError(result.error)
+        return result
+
+    def run(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
+        """One request: step time, tokens a step, the split, seconds to the first token."""
+        before = self.engine.stats().split
+        result = self.answer(prompt, new_tokens)
         after = self.engine.stats().split
         assert before is not None and after is not None
         split = after - before
@@ -82,10 +106,9 @@ class Megakernel:
             "tok_s_as_users_see_it": result.stats.tok_s, "ttft_s": result.stats.ttft_s,
         }  # fmt: skip
 
-    def stamps(self, new_tokens: int) -> Stamps:
-        """Begin a request whose device time stamps are kept; see `host_stop`."""
-        assert self.engine is not None
-        sink = Stamps()
-        params = self._params(new_tokens).record(())
-        self.engine._link.submit(np.array(self.prompt, np.int32), new_tokens, params, sink)
+    def begin(self, prompt: list[int], new_tokens: int) -> Steps:
+        """Begin a request whose steps are noted one by one."""
+        sink = Steps()
+        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True).record(())
+        self.engine._link.submit(np.array(prompt, np.int32), new_tokens, params, sink)
         return sink

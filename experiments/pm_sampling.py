@@ -15,8 +15,8 @@ DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 SM = "sm__cycles_active.avg.pct_of_peak_sustained_elapsed"
 # The tensor pipe does not fit the same pass; its name differs between chips.
 TENSOR = (
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
     "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
 )
 INTERVAL_NS = 5000
@@ -87,3 +87,14 @@ def sample(
     trace = Trace(metrics, table[:, 0], table[:, 1], table[:, 2:]).busy()
     kept = trace.start >= trace.start[0] + skipped * 1e9
     return Trace(metrics, trace.start[kept], trace.end[kept], trace.values[kept])
+
+
+def sample_tensor(work: Callable[[], float | None]) -> Trace | None:
+    """A pass with the first tensor metric that this chip knows, the first of the trace's; None
+    where it knows none."""
+    for metric in TENSOR:
+        try:
+            return sample(work, [metric, SM])
+        except (ValueError, RuntimeError):
+            continue
+    return None

@@ -1,7 +1,7 @@
-"""Write the README's figures and experiments/REPORT.md from the result files; nothing in them is
-typed by hand.
+"""Write the README's figures, docs/figures.md and experiments/REPORT.md from the result files;
+nothing in them is typed by hand.
 
-python -m experiments.report            # README.md between its markers, REPORT.md, pictures
+python -m experiments.report            # README.md between its markers, both pages, pictures
 python -m experiments.report --check    # exit code 1 when one of them is out of date
 """
 
@@ -13,8 +13,11 @@ import sys
 from pathlib import Path
 
 from experiments.common import PICTURES, digest
+from experiments.report_bars import bars
 from experiments.report_claims import claims
+from experiments.report_headline import headline
 from experiments.report_pages import PAGES
+from experiments.report_runs import runs, spread
 from experiments.report_sections import (
     cpu_speed,
     drafter,
@@ -25,7 +28,6 @@ from experiments.report_sections import (
     handoffs,
     ping,
     read,
-    rivals,
     speculation,
     where,
 )
@@ -33,6 +35,7 @@ from experiments.report_sections import (
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 REPORT = Path(__file__).parent / "REPORT.md"
+FIGURES = Path(__file__).parent.parent / "docs" / "figures.md"
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 
 
@@ -46,8 +49,9 @@ def report() -> str:
         "`python -m experiments.run_all --full` makes those. Absolute times hold on the machine "
         "named with them.",
     ]
-    if found := claims(read):
-        lines += ["", *found]
+    for section in (bars, claims, runs):
+        if found := section(read):
+            lines += ["", *found]
     missing = []
     for name, (title, page) in PAGES.items():
         results = [(n, r) for n in (name, f"{name}_cpu") if (r := read(n)) is not None]
@@ -57,7 +61,8 @@ def report() -> str:
             lines += ["", f"## {title}" if i == 0 else "### The same on a CPU", "", *page(result)]
             if drawn_from(file) is not None:
                 lines += ["", f"![{title}](pictures/{file}.svg)"]
-            lines += ["", f"`{result['about']}` on {result['device']}: {where(result)}."]
+            origin = f"`{result['about']}` on {result['device']}: {where(result)}."
+            lines += ["", f"{origin} {spread(result)}".rstrip()]
     if missing:
         lines += ["", "## Not measured yet", "", *missing]
     return "\n".join(lines) + "\n"
@@ -98,29 +103,30 @@ def redraw() -> None:
             draw(name, result)
 
 
+SECTIONS = (
+    gpu_speculation, gpu_steps, gpu_attention, gpu_truth, cpu_speed, speculation, drafter, ping,
+    handoffs,
+)  # fmt: skip
+
+
 def figures() -> str:
-    """Everything between the markers."""
-    sections = (
-        cpu_speed,
-        ping,
-        speculation,
-        drafter,
-        gpu_steps,
-        gpu_speculation,
-        gpu_attention,
-        gpu_truth,
-        handoffs,
-        rivals,
-    )
-    parts = [part for part in (section() for section in sections) if part]
-    body = "\n\n".join("\n".join(part) for part in parts)
-    return f"{BEGIN}\n{body}\n{END}"
+    """The whole of docs/figures.md."""
+    lines = [
+        "# Figures",
+        "",
+        "Written by `python -m experiments.report` from `experiments/results`, each with the "
+        "revision that was measured. Absolute times hold on the machine named with them. Against "
+        "rivals: [experiments/REPORT.md](../experiments/REPORT.md).",
+    ]
+    for part in (section() for section in SECTIONS):
+        lines += ["", *part] if part else []
+    return "\n".join(lines) + "\n"
 
 
 def rewritten(text: str) -> str:
     """The README's text with the figures of the result files."""
     start, end = text.index(BEGIN), text.index(END) + len(END)
-    return text[:start] + figures() + text[end:]
+    return text[:start] + "\n".join([BEGIN, *headline(), END]) + text[end:]
 
 
 def main() -> None:
@@ -130,9 +136,10 @@ def main() -> None:
     args = parser.parse_args()
     if not args.check:
         redraw()
-    pages = {README: rewritten(README.read_text(encoding="utf-8")), REPORT: report()}
+    pages = {README: rewritten(README.read_text(encoding="utf-8"))}
+    pages |= {FIGURES: figures(), REPORT: report()}
     if args.check:
-        old = [p.name for p, new in pages.items() if p.read_text(encoding="utf-8") != new]
+        old = [p.name for p, new in pages.items() if not p.exists() or p.read_text("utf-8") != new]
         old += stale_pictures()
         sys.exit(f"out of date: {', '.join(old)}: python -m experiments.report" if old else 0)
     for path, new in pages.items():

@@ -1,4 +1,4 @@
-"""The README's sections, one a result file or two; an absent file gives none."""
+"""The sections of docs/figures.md, one a result file or two; an absent file gives none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments.report_pages import PAGES
 from megadecode.training.card import tau_table
 
 SHIPPED = Path(__file__).parent.parent / "megadecode" / "drafter" / "shipped"
@@ -252,11 +251,16 @@ def gpu_truth() -> list[str]:
         ]
     if result := read("host_stop"):
         calls, calm, stopped = result["calls"], result["undisturbed"], result["stopped"]
+        counted = ""
+        if calls is not None:
+            counted = (
+                f"{calls['calls']} driver or runtime calls while the device wrote "
+                f"{calls['tokens']} tokens (CUPTI; {calls['calls_at_start']} at the start). "
+            )
         lines += [
             "",
             f"**The host out of the loop** ({result['gpu']}, {result['model']}; {where(result)}): "
-            f"{calls['calls']} driver or runtime calls while the device wrote {calls['tokens']} "
-            f"tokens (CUPTI; {calls['calls_at_start']} at the start). With the host process "
+            f"{counted}With the host process "
             f"stopped for {result['stopped_s']:.1f} s the longest step of {result['tokens']} took "
             f"{stopped['largest_us']:.0f} us, undisturbed {calm['largest_us']:.0f} us (median "
             f"{calm['median_us']:.0f} us, contexts up to 20k); tokens equal: "
@@ -275,10 +279,11 @@ def handoffs() -> list[str]:
         "llama-1k": "the same with attention over 1k positions",
         "smol-132": "SmolLM2-135M shapes, 16 rows, GEMMs of 30 layers and head",
     }
+    origin = result["provenance"]
     lines = [
-        f"**Kernel skeletons on one {result['provenance']['gpu']}** "
+        f"**Kernel skeletons on one {origin['gpu']}** "
         f"({where(result['provenance'])}; what they are and what bounds them: "
-        "[experiments/handoffs](experiments/handoffs/README.md)).",
+        "[experiments/handoffs](../experiments/handoffs/README.md)).",
         "",
         "| step | us |",
         "|---|---|",
@@ -286,62 +291,4 @@ def handoffs() -> list[str]:
     for name, what in shown.items():
         if name in result["variants"]:
             lines.append(f"| {what} | {result['variants'][name]['us']:.1f} |")
-    return lines
-
-
-def rivals() -> list[str]:
-    """Against graphs, in short."""
-    lines: list[str] = []
-    steps, sweep = read("baseline_steps"), read("context_sweep")
-    if steps is not None:
-        model, forms = next(iter(steps["models"].items()))
-        contexts = list(next(iter(forms.values()))["steps"])
-        us = {
-            form: {n: s["us"] for n, s in row["steps"].items()}
-            for form, row in forms.items()
-            if form != "plain"  # its step is of one row
-        }
-        ours = {
-            str(case["context"]): case["us"]
-            for case in (sweep["cases"] if sweep else ())
-            if case["form"] == "megakernel"
-        }
-        lines += [
-            f"**A speculative step and its rivals**, us, {model}, N = {steps['rows']}, "
-            f"{steps['device']} ({where(steps)}); beside it the rival's time over the kernel's.",
-            "",
-            f"| | {' | '.join(f'at {n} positions' for n in contexts)} |",
-            "|---|" + "---|" * len(contexts),
-        ]
-        for form, times in {**us, "megakernel": ours}.items():
-            cells = [
-                (f"{times[n]:.0f}" if n in times else "")
-                + (f" ({times[n] / ours[n]:.1f}x)" if n in times and n in ours else "")
-                for n in contexts
-            ]
-            lines.append(f"| {form} | {' | '.join(cells)} |")
-        lines.append("")
-    result = read("pdl_steps")
-    if result is not None:
-        lines += [
-            f"**The kernel's verify step against a graph of the same phases** with programmatic "
-            f"edges, us, {result['device']} ({where(result)}; same logits, bit for bit).",
-            "",
-            "| step | kernel | graph_pdl | graph of plain edges |",
-            "|---|---|---|---|",
-        ]
-        for model, cases in result["models"].items():
-            for case in cases:
-                us = case["us"]
-                cells = (us["kernel"], us["graph_pdl"], us["graph of plain edges"])
-                lines.append(
-                    f"| {model}, {case['rows']} row{'s' * (case['rows'] > 1)} at {case['context']} "
-                    f"| {' | '.join(f'{v:.0f}' for v in cells)} |"
-                )
-        lines.append("")
-    if any(read(f"{name}{end}") is not None for name in PAGES for end in ("", "_cpu")):
-        lines.append(
-            "Rivals, traces and what was claimed elsewhere, each with its script: "
-            "[experiments/REPORT.md](experiments/REPORT.md)."
-        )
     return lines

@@ -25,6 +25,11 @@ from megadecode.errors import DeviceUnavailable, ModelError, ParameterError
 TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
 """Compute capability -> what kernels are compiled for."""
 
+EPSILONS_APART = 1e-5
+"""How far a drafter's epsilon may be from its target's, which the kernel takes for both. It changes
+less than bf16 does: the smallest mean squares it is added to, those of embeddings, are about 0.01.
+Only what is proposed could change."""
+
 GPU_EXTRA = "pip install 'megadecode[gpu]'"
 
 
@@ -148,6 +153,11 @@ def draft_shape(drafter: DrafterConfig, c: Config) -> DraftShape:
         found, wanted = getattr(drafter, key), getattr(c.shape, key)
         if found != wanted:
             raise refuse(key, found, f"its target's, {wanted}")
+    if abs(drafter.rms_eps - c.shape.rms_eps) > EPSILONS_APART:
+        raise refuse(
+            "rms_eps", drafter.rms_eps,
+            f"its target's, {c.shape.rms_eps}, which its norms use, or one within {EPSILONS_APART}",
+        )  # fmt: skip
     for key, plain in (("input_embedding_scale", 1.0), ("final_logit_softcapping", None)):
         if (value := getattr(drafter, key)) != plain:
             raise refuse(key, value, str(plain).lower())

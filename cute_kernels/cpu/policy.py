@@ -50,6 +50,8 @@ class Policy(NamedTuple):
     times: np.ndarray  # [3] float64: level in ns; draft in ns; both 0 until measured
     flow: np.ndarray  # [2] float64: tokens and ns of the last steps, decaying
     steps: np.ndarray  # [1] int64: steps measured
+    given: np.ndarray  # [most rows + 1] int64: ns of a step by its rows, [0] of a draft, to take in
+    # the place of what was measured, so that what `auto` does can be repeated; 0: measured
 
 
 def make_policy() -> Policy:
@@ -59,7 +61,7 @@ def make_policy() -> Policy:
     guess = np.where(_ROWS <= 1, 1.0, np.maximum(1.2, 0.95 + _ROWS / 11))
     return Policy(
         guess, np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(2), np.zeros(2),
-        np.zeros(1, np.int64),
+        np.zeros(1, np.int64), np.zeros(int(_ROWS[-1]) + 1, np.int64),
     )  # fmt: skip
 
 
@@ -109,6 +111,8 @@ def _toward(old, new, step):
 def note_step(policy, rows, tokens, target_ns, draft_ns, drafted):
     """After a step without prefill: its decode rows, committed tokens and times."""
     policy.steps[0] += 1
+    if policy.given[rows] > 0:
+        target_ns, draft_ns = policy.given[rows], policy.given[0] * drafted
     level, i = policy.times[0], _bucket(rows)
     time = np.float64(max(target_ns, 1))
     if level == 0:

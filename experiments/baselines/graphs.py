@@ -36,6 +36,13 @@ class Captured:
             self._work(keys)
         self._graphs[keys] = graph
 
+    def forget(self, pool: Any) -> None:
+        """Nothing is captured; what will be comes from another pool, since one whose graphs have
+        all gone takes no new ones."""
+        self._graphs.clear()
+        if self._pool is not None:
+            self._pool = pool
+
     def __call__(self, keys: int) -> None:
         """KeyError if it was not prepared for so many keys."""
         if self._pool is not None:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,15 @@ class Baseline:
 
     def open_core(self, setup: Setup) -> Core:
         return Core(setup)
+
+    def force(self, forced: int | None) -> None:
+        """Accept so many drafted tokens from now on (None: those that are right). What a graph
+        decides by itself is captured anew."""
+        self.setup = self.core.setup = dataclasses.replace(self.setup, forced=forced)
+        if self._pool is not None:
+            self._pool = torch.cuda.graph_pool_handle()
+        for graph in self.graphs():
+            graph.forget(self._pool)
 
     def graph(self, *parts: str) -> Captured:
         """The named parts of the core, one after another, as one graph."""
@@ -146,7 +156,7 @@ class Baseline:
             torch.cuda.synchronize()
 
 
-def _pinned(like: torch.Tensor) -> torch.Tensor:
+def pinned(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
@@ -163,8 +173,8 @@ class HostTree(Baseline):
         core = self.core
         self._draft = self.graph("commit", "draft") if core.nodes else self.graph("commit")
         self._verify = self.graph("verify")
-        self._ranked, self._plan = _pinned(core.ranked), _pinned(core.plan)
-        self._accepted, self._decided = _pinned(core.accepted), _pinned(core.decided)
+        self._ranked, self._plan = pinned(core.ranked), pinned(core.plan)
+        self._accepted, self._decided = pinned(core.accepted), pinned(core.decided)
         n = core.rows
         numbers = self._plan[: 16 * n].view(torch.int64).numpy()
         self._tokens, self._depths = numbers[:n], numbers[n:]
@@ -204,6 +214,7 @@ class HostTree(Baseline):
         self._mask[:] = ancestor_mask(parents)
         clock.lap("mask")
         self._tokens[:], self._depths[:] = tokens, depths
+        self.carry(parents)
         core.plan.copy_(self._plan, non_blocking=True)
         clock.lap("marshal")
         self._verify(keys)
@@ -217,6 +228,9 @@ class HostTree(Baseline):
         self._take(path, decided[path[-1]])
         clock.lap("accept")
         return made
+
+    def carry(self, parents: list[int]) -> None:
+        """What else the verify graph reads from the host's memory."""
 
     def _walk(
         self, tokens: list[int], parents: list[int], depths: list[int], decided: list[int]
@@ -256,7 +270,7 @@ class DeviceTreeLoop(HostTree):
         if not self.core.nodes:
             raise ValueError("graph_device_tree needs a drafter")
         self._all = self.graph("commit", "draft", "plant", "verify")
-        self._parents = _pinned(self.core.parents)
+        self._parents = pinned(self.core.parents)
 
     def graphs(self) -> list[Captured]:
         return [self._all]
@@ -292,7 +306,7 @@ class WholeStep(Baseline):
         core = self.core
         front = ("draft", "plant") if core.nodes else ()
         self._all = self.graph(*front, "verify", "accept", "commit")
-        self._outs = [_pinned(core.out) for _ in range(self.ahead)]
+        self._outs = [pinned(core.out) for _ in range(self.ahead)]
         self._events: list[torch.cuda.Event] = []
         if core.device.type == "cuda":
             self._events = [torch.cuda.Event() for _ in range(self.ahead)]

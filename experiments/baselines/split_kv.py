@@ -58,7 +58,7 @@ def _block(q, k, v, table, tree, keys, end, n, row, most, total, acc, scale, WIN
 MASKED_C = tl.constexpr(MASKED)
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=["one", "splits"])
 def _split(q, k, v, table, tree, length, part, stats, q_row, head_stride, scale, splits, one,
            N: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
            M: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
@@ -98,7 +98,7 @@ def _split(q, k, v, table, tree, length, part, stats, q_row, head_stride, scale,
         tl.store(stats + at * 2 * M + M + m, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(part, stats, length, out, splits, N: tl.constexpr, GROUP: tl.constexpr,
            KV_HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
            WINDOW: tl.constexpr, S: tl.constexpr):  # fmt: skip
@@ -166,6 +166,6 @@ class SplitKv:
         )  # fmt: skip
         _merge[(self.rows, self.heads)](
             self.part, self.stats, length, out, self.splits,
-            S=triton.next_power_of_2(self.splits), num_warps=4, **shape,
+            S=max(16, triton.next_power_of_2(self.splits)), num_warps=4, **shape,
         )  # fmt: skip
         return out

@@ -51,6 +51,14 @@ def ancestor_mask(parents: Sequence[int]) -> np.ndarray:
     return mask
 
 
+def root_paths(parents: Sequence[int], width: int) -> np.ndarray:
+    """[rows, width] int64: the rows from the root on, a row's own repeated behind its end."""
+    lines: list[list[int]] = []
+    for row, parent in enumerate(parents):
+        lines.append([*(lines[parent] if parent >= 0 else ()), row])
+    return np.array([line + line[-1:] * (width - len(line)) for line in lines], np.int64)
+
+
 def accept(tokens: Sequence[int], parents: Sequence[int], decided: Sequence[int]) -> list[int]:
     """The path of rows that the target's choices follow, the root first."""
     child = {(parents[row], tokens[row]): row for row in range(1, len(tokens))}

@@ -144,6 +144,8 @@ def test_every_phase_of_a_drafter_is_where_the_kernel_looks(name, listed):
         (dict(kv_heads=6), "kv_heads is 6; device 'cuda' expects its target's, 12"),
         (dict(head_dim=32), "head_dim is 32; device 'cuda' expects its target's, 64"),
         (dict(ffn=512), "ffn is 512; device 'cuda' expects its target's, 2048"),
+        (dict(rms_eps=1e-3), "rms_eps is 0.001; device 'cuda' expects its target's, 1e-05, which"),
+        (dict(rms_eps=2.1e-5), "rms_eps is 2.1e-05; device 'cuda' expects its target's, 1e-05, wh"),
         (dict(input_embedding_scale=2.0), "input_embedding_scale is 2.0; device 'cuda' expects 1."),
         (dict(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0; device 'cuda' expe"),
         (dict(draft_tokens=tuple(range(64))), "draft_tokens is a list of 64; device 'cuda' expec"),
@@ -153,6 +155,11 @@ def test_drafters_there_is_no_code_for_are_refused(changes, says):
     config = dataclasses.replace(drafter_config("odd-768"), **changes)
     with pytest.raises(ModelError, match=re.escape(says)):
         draft_shape(config, product("odd-768"))
+
+
+def test_an_epsilon_near_the_targets_is_taken():
+    config = dataclasses.replace(drafter_config("odd-768"), rms_eps=1e-6)  # as the shipped one's
+    assert draft_shape(config, product("odd-768")).layers == config.layers
 
 
 def test_a_shape_that_cannot_speculate_on_a_target_refuses_a_drafter():

@@ -15,6 +15,7 @@ from experiments.baselines.trees import (
     ancestor_mask,
     best_first,
     candidates,
+    root_paths,
 )
 
 PROMPT = [5, 17, 101, 33, 64, 90, 12]
@@ -68,6 +69,7 @@ def test_trees_are_those_of_the_engine(depth, budget, equal):
         mask = [[(int(bits[j // 64]) >> (j % 64)) & 1 for j in rows] for bits in want.mask]
         assert np.array_equal(ancestor_mask(parents), mask)
         assert np.array_equal(got.mask, mask)
+        assert np.array_equal(root_paths(parents, depth + 1), got.paths)
 
 
 def test_the_table_of_candidates_is_as_large_as_counted():
@@ -101,6 +103,27 @@ def test_greedy_tokens_are_the_reference_s(name, rows, expected):
     made = make(name, Setup(target(), td.drafter(), rows=rows, ctx=128)).generate(PROMPT, NEW)
     assert made.tokens == expected
     assert sum(made.step_tokens) >= NEW - 1 and len(made.step_tokens) == made.steps
+
+
+def test_a_prompt_in_chunks_gives_the_same_text(expected, monkeypatch):
+    monkeypatch.setattr("experiments.baselines.core.CHUNK", 3)
+    made = make("graph_whole_step", Setup(target(), td.drafter(), rows=8, ctx=128))
+    assert made.generate(PROMPT, NEW).tokens == expected
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_acceptance_can_be_forced_and_freed(name, expected):
+    """One rival for both: its own acceptance, a forced one, its own again."""
+    made = make(name, Setup(target(), td.drafter(), rows=8, ctx=128))
+    assert made.generate(PROMPT, NEW).tokens == expected
+    made.force(0)
+    made.pretend(40, 3)
+    assert [len(made.step()) for _ in range(3)] == [1, 1, 1]
+    made.force(1)
+    made.pretend(40, 3)
+    assert [len(made.step()) for _ in range(3)] == [2, 2, 2]
+    made.force(None)
+    assert made.generate(PROMPT, NEW).tokens == expected
 
 
 def scripted(core, truth, seed=3):

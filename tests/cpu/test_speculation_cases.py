@@ -13,7 +13,6 @@ from speculative import (
     drafts,
     engine,
     exact,
-    half_right,
     ids,
     one,
     params,
@@ -287,16 +286,61 @@ def test_a_script_says_nothing_behind_its_end(text):
         assert result.stats.accepted == (0, 20)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_auto_never_shows(text, seed):
-    """Good and useless stretches alternate; whatever the budget does, the text stays. What it does
-    depends on the machine's times: tests/cpu/test_policy.py has a simulated one."""
-    said = half_right([(PROMPT, text.token_ids)], seed)
-    for position in range(len(PROMPT) + 100, len(PROMPT) + 250):
-        said[position] = [((text.token_ids[position - len(PROMPT)] + 1) % VOCAB, -0.01)]
+def mostly_right(text, seed):
+    """One candidate a position, three in four of them true."""
+    hits = np.random.default_rng(seed).random(400) < 0.75
+    return truth(PROMPT, text.token_ids, lambda k: bool(hits[k]))
+
+
+def auto(text, said, row_us, draft_us=200):
+    """An engine with an automatic budget on a machine whose steps take 1 ms and `row_us` a row:
+    (the result of a request of 400 tokens, its tokens by step, how often the drafter ran)."""
+    by_step = []
     with scripted(budget="auto") as speculating:
         play(speculating, said)
-        result = one(speculating, PROMPT, max_new_tokens=400, **ANYHOW)
+        with speculating.parked():
+            given = speculating._parts.loop.policy.given
+            given[:] = 1_000_000 + 1000 * row_us * np.arange(len(given))
+            given[0] = 1000 * draft_us
+            request = speculating.submit(PROMPT, params(max_new_tokens=400, **ANYHOW))
+            on_pairs = request.on_pairs
+
+            def note(ids, logprobs, accepted, step, stamp_ns):
+                if not by_step or by_step[-1][0] != step:
+                    by_step.append((step, accepted))
+                on_pairs(ids, logprobs, accepted, step, stamp_ns)
+
+            request.on_pairs = note
+        result = request.result(120)
         check_same(result, text, 400)
-        assert 150 < result.stats.steps <= 400
         check_all_returned(speculating)
+        return result, [accepted for _, accepted in by_step], drafts(speculating)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_auto_drafts_while_it_pays_and_never_shows(text, seed):
+    """Useful, useless and again useful stretches of a drafter; whatever the budget does, the text
+    stays. Step times are given, so that what it does is the same on every machine."""
+    said = mostly_right(text, seed)
+    bad = range(100, 250)
+    for k in bad:
+        said[len(PROMPT) + k] = [((text.token_ids[k] + 1) % VOCAB, -0.01)]
+    result, accepted, ran = auto(text, said, row_us=2)
+    ends = np.cumsum(accepted)
+    first, last = np.searchsorted(ends, [bad[0], bad[-1] + 1], side="right")
+    assert ends[-1] == 400 and len(accepted) == result.stats.steps
+    assert np.mean(accepted[:first]) > 1.5 and np.mean(accepted[last:]) > 1.3
+    assert set(accepted[first + 1 : last]) == {1}
+    assert ran < len(accepted) - 60, "it went on drafting what was never accepted"
+    again, the_same, as_often = auto(text, said, row_us=2)
+    assert (the_same, as_often, again.stats.accepted) == (accepted, ran, result.stats.accepted)
+
+
+def test_auto_decodes_plainly_where_rows_cost_too_much(text):
+    """The same drafter pays where a row costs little, and not where it and a draft cost more than
+    they bring."""
+    said = mostly_right(text, 1)
+    cheap, _, often = auto(text, said, row_us=2)
+    dear, _, seldom = auto(text, said, row_us=5000, draft_us=2000)
+    assert cheap.stats.steps < 250 and often > 0.9 * cheap.stats.steps
+    assert dear.stats.steps > 350 and seldom < 0.3 * dear.stats.steps

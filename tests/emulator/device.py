@@ -23,11 +23,14 @@ COMPILER = shutil.which("cc") or shutil.which("gcc")
 UNITS = 4  # C files that a translation is cut into
 
 
-def compile_c(ptx: str, folder: pathlib.Path, optimise: int = 0) -> ctypes.CDLL:
-    """The translation as a library, in `folder` under a name that says what it was made from."""
+def compile_c(
+    ptx: str, folder: pathlib.Path, optimise: int = 0, clock: str = "CLOCK_MONOTONIC"
+) -> ctypes.CDLL:
+    """The translation as a library, in `folder` under a name that says what it was made from.
+    clock: what the device's reads; by default the host's, with which the wire compares it."""
     header, functions, to_all = Translator(ptx).translate()
     runtime = (HERE / "warp.c").read_text()
-    whole = "".join((header, *functions, runtime, str(optimise)))
+    whole = "".join((header, *functions, runtime, str(optimise), clock))
     at = folder / hashlib.sha256(whole.encode()).hexdigest()[:16]
     library = at / "kernel.so"
     if not library.exists():
@@ -48,7 +51,7 @@ def compile_c(ptx: str, folder: pathlib.Path, optimise: int = 0) -> ctypes.CDLL:
         )
         assert COMPILER is not None
         # a product and a sum are rounded one after the other, as on the device
-        flags_of_c = [f"-O{optimise}", "-ffp-contract=off", "-fPIC", "-w"]
+        flags_of_c = [f"-O{optimise}", "-ffp-contract=off", "-fPIC", "-w", f"-DCLOCK={clock}"]
         for name in (*names, "grid"):
             command = [COMPILER, *flags_of_c, "-c", "-o", f"{name}.o", f"{name}.c"]
             subprocess.run(command, cwd=at, check=True)

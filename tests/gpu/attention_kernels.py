@@ -40,7 +40,16 @@ DEEPER = {
     for n in FIGURES
     for name, fields in FLIGHTS.items()
 }
-ALL = ATTENTION | DRAFT | TIMED | DEEPER
+# the target's form again with fewer parts of the context, and a stage less, for a part then merges
+# more rows: experiments/verify_attention.py
+SPLITS = {
+    f"attention-{n}-splits{splits}": dataclasses.replace(c, splits=splits, stages=c.stages - 1)
+    for n in FIGURES
+    for c in [ATTENTION[f"attention-{n}"]]
+    for splits in (4, 8, 16)
+    if splits < c.splits
+}
+ALL = ATTENTION | DRAFT | TIMED | DEEPER | SPLITS
 
 
 def main(folder: pathlib.Path, names: list[str]) -> None:

@@ -17,12 +17,11 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA GPU", allow_module_level=True)
-NEEDED = ("MEGADECODE_KERNELS", "MEGADECODE_MODEL", "MEGADECODE_ANSWERS")
-if missing := [name for name in NEEDED if name not in os.environ]:
-    pytest.skip(f"not set: {', '.join(missing)}", allow_module_level=True)
+from tests.gpu.needs import need
+
+need("MEGADECODE_KERNELS", "MEGADECODE_MODEL", "MEGADECODE_ANSWERS")
+
+import torch  # noqa: E402
 
 from megadecode import (  # noqa: E402
     DeviceUnavailable,
@@ -32,6 +31,9 @@ from megadecode import (  # noqa: E402
 )
 from tests.gpu.answers import first_difference  # noqa: E402
 
+ROOT = pathlib.Path(__file__).parents[2]
+MEASURED = ROOT / "experiments/results/gpu_speculation.json"
+SLACK = 1.25  # on a published step time: other clocks, other contexts
 BOUND = 0.15  # nats between the two likeliest tokens, below which bf16 may decide otherwise
 MODEL, KERNELS = os.environ["MEGADECODE_MODEL"], os.environ["MEGADECODE_KERNELS"]
 ANSWERS = json.loads(pathlib.Path(os.environ["MEGADECODE_ANSWERS"]).read_text())
@@ -169,24 +171,43 @@ def test_park_and_go_on_while_busy(engine):
     assert engine.stats().launches >= launches + 3
 
 
-def test_ping_and_speed(engine):
-    times = sorted(engine.ping() for _ in range(20))
-    request = greedy(engine, ANSWERS[5]["ids"], 1000)
-    stamps = []
-    on_pairs = request.on_pairs
+def test_ping(engine):
+    """The quickest of 20 is what the device and the wire need, not the host's threads."""
+    assert min(engine.ping() for _ in range(20)) < 0.001
 
-    def note(ids, logprobs, accepted, step, stamp_ns):
-        stamps.append(stamp_ns)
-        on_pairs(ids, logprobs, accepted, step, stamp_ns)
 
-    request.on_pairs = note
-    request.result(60)
-    steps = np.diff(stamps) / 1e3
-    steps = steps[steps > 1]  # a step may bring several entries
+def test_a_step_takes_what_was_measured(engine):
+    """At most SLACK times the published step on the same GPU, most of it in the target's rows, and
+    hardly a step longer than the others: by the device's clock, so a busy host does not show."""
+    measured = json.loads(MEASURED.read_text())
+    if (gpu := torch.cuda.get_device_name()) != measured["gpu"]:
+        pytest.skip(f"measured on {measured['gpu']}, this is {gpu}")
+    by_rows = measured["models"]["smollm2-135m"]["contexts"]["1024"]
+    published = by_rows["1" if engine.drafter is None else "8"]["step_us"]
+    stamps = {}  # by step: one may bring several entries
+    with engine.parked():
+        before = engine.stats().split
+        request = greedy(engine, ANSWERS[5]["ids"], 1000)
+        on_pairs = request.on_pairs
+
+        def note(ids, logprobs, accepted, step, stamp_ns):
+            stamps.setdefault(step, stamp_ns)
+            on_pairs(ids, logprobs, accepted, step, stamp_ns)
+
+        request.on_pairs = note
+    result = request.result(60)
+    engine.park()
+    split = engine.stats().split - before
+    steps = np.diff(list(stamps.values())) / 1e3
+    median, late = np.median(steps), np.percentile(steps, 99)
     print(
-        f"ping {times[10] * 1e6:.0f} us; step: median {np.median(steps):.1f} us, "
-        f"{np.percentile(steps, 99):.1f} us at the 99th percentile, over {len(steps)} steps"
+        f"step: median {median:.1f} us, {late:.1f} us at the 99th percentile, over {len(steps)}; "
+        f"{split.step_us:.1f} us by the device's own count; published {published:.1f} us"
     )
+    assert len(steps) == result.stats.steps - 1
+    assert median < SLACK * published and split.step_us < SLACK * published
+    assert late < 2 * median
+    assert split.us()["verify"] > 0.6 * split.step_us
 
 
 @pytest.mark.parametrize("draft", ["off", "random"])

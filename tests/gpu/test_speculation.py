@@ -17,12 +17,11 @@ import time
 
 import pytest
 
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA GPU", allow_module_level=True)
-NEEDED = ("MEGADECODE_KERNELS", "MEGADECODE_MODEL", "MEGADECODE_TAU")
-if missing := [name for name in NEEDED if name not in os.environ]:
-    pytest.skip(f"not set: {', '.join(missing)}", allow_module_level=True)
+from tests.gpu.needs import need
+
+need("MEGADECODE_KERNELS", "MEGADECODE_MODEL", "MEGADECODE_TAU")
+
+import torch  # noqa: E402
 
 from megadecode import DeviceUnavailable  # noqa: E402
 from megadecode.acceptance import propose  # noqa: E402

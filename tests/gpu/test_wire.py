@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from host.errors import DeviceHung
-from host.wire import FinishReason, State
+from host.wire import CompletionKind, FinishReason, State
 
 pytest.importorskip("torch")
 
+import torch
+
+from cute_kernels.gpu.service_block import Own, Stage
 from tests.gpu.echo_rig import (
     BAD,
     CTAS,
@@ -113,44 +116,107 @@ def test_requests_in_order_behind_each_other(rig):
         assert answer.wait().ids == expect(ids, new)[0]
 
 
-def test_aborts_in_every_state(rig):
-    """While it waits, while its prompt runs, while it decodes, and after its end."""
+def own(rig, word):
+    """A word of the service warp's, while the device is parked."""
+    return int(rig.block.view(torch.int64)[int(word)])
+
+
+def test_aborts_of_requests_that_wait(rig):
+    """One is in front, in the slot; all but two of those behind it end without a token."""
     with rig.link.parked():
-        running = rig.submit(calm(2000, 12_000), 12_000)
+        front = rig.submit(prompt(2000), 50)
         pending = [rig.submit(prompt(9, i), 50) for i in range(5)]
-        last = rig.submit(prompt(11), 20)
         for answer in pending[1:4]:
             rig.link.abort(answer.request_id)
     for answer in pending[1:4]:
         assert answer.wait().reason == FinishReason.ABORT and answer.ids == []
-    rig.link.abort(running.request_id)
-    assert running.wait().reason == FinishReason.ABORT
-    whole = expect(calm(2000, 12_000), 12_000)[0]
-    assert running.ids == whole[: len(running.ids)]
-    assert last.wait().ids == expect(prompt(11), 20)[0]
+    assert front.wait().ids == expect(prompt(2000), 50)[0]
     for i in (0, 4):
         assert pending[i].wait().ids == expect(prompt(9, i), 50)[0]
-    rig.link.abort(last.request_id)  # nothing happens
-    ids = calm(3, 12_000)
-    long = rig.submit(ids, 12_000)
-    while len(long.ids) < 5:
-        time.sleep(0.0005)
-    rig.link.abort(long.request_id)
-    assert long.wait().reason == FinishReason.ABORT
-    assert long.ids == expect(ids, 12_000)[0][: len(long.ids)]
+    assert rig.link.free_blocks == len(rig.wire.params)
+
+
+@pytest.mark.parametrize("wanted", [Stage.PREFILL, Stage.DECODE])
+def test_an_abort_in_the_slot(rig, wanted):
+    """The device is parked with the request there, so that it cannot end by itself before the abort
+    is on the wire: not a token comes behind it, and the next request is as if nothing had been."""
+    ids, met = calm(16_000, 300), []
+    while wanted not in met and len(met) < 50:
+        request = rig.submit(ids, 300)
+        while wanted == Stage.DECODE and not request.ids:
+            time.sleep(0.0002)
+        with rig.link.parked():
+            met.append(own(rig, Own.STAGE))
+            tokens = own(rig, Own.NEW_TOKENS)
+            rig.link.abort(request.request_id)
+        request.wait()
+    print(f"met in {wanted.name} at attempt {len(met)}")
+    assert wanted in met, "the request was never there"
+    assert request.reason == FinishReason.ABORT
+    assert len(request.ids) == request.details[0] == (tokens if wanted == Stage.DECODE else 0)
+    assert request.ids == expect(ids, 300)[0][: len(request.ids)]
     check(rig, prompt(8), 9)
     assert rig.link.free_blocks == len(rig.wire.params)
 
 
+def test_an_abort_of_a_running_request_and_of_one_that_has_ended(rig):
+    """By the device's stamps: behind an abort come the tokens of the step that runs, and of the one
+    that may have been published before it was seen."""
+    ids = calm(3, 12_000)
+    rig.delay(1_000_000)  # ns: 12,000 such steps outlast any pause of the host
+    try:
+        request = rig.submit(ids, 12_000)
+        while len(request.ids) < 5:
+            time.sleep(0.0005)
+        rig.link.abort(request.request_id)
+        pushed_ns = time.monotonic_ns()
+        request.wait()
+    finally:
+        rig.delay(0)
+    assert request.reason == FinishReason.ABORT
+    assert request.ids == expect(ids, 12_000)[0][: len(request.ids)]
+    late = [stamp for stamp in request.stamps[:-1] if stamp > pushed_ns]
+    assert len(late) <= 2
+    rig.link.abort(request.request_id)  # nothing happens
+    check(rig, prompt(8), 9)
+
+
 def test_ping(rig):
+    """Idle, the quickest says what device and wire need. While a request runs, an answer comes
+    before the second of its further steps has ended: by the device's stamps, so that it does not
+    count when the host gets round to reading them."""
     rig.link.ping()
-    times = sorted(rig.link.ping() for _ in range(50))
-    print(f"ping from Python, idle: median {times[25] * 1e6:.1f} us")
-    assert times[25] < 0.002
-    busy = rig.submit(calm(3, 12_000), 12_000)
-    assert rig.link.ping() < 0.1
-    rig.link.abort(busy.request_id)
-    busy.wait()
+    quickest = min(rig.link.ping() for _ in range(50))
+    print(f"ping from Python, idle: {quickest * 1e6:.1f} us at best")
+    assert quickest < 0.001
+    stamps, dispatch = [], rig.link._dispatch
+
+    def note(entry):
+        if entry["kind"] == CompletionKind.PONG:
+            stamps.append(int(entry["stamp_ns"]))
+        dispatch(entry)
+
+    busy = None
+    rig.delay(1_000_000)
+    rig.link._dispatch = note
+    try:
+        busy = rig.submit(calm(3, 12_000), 12_000)
+        while len(busy.ids) < 5:
+            time.sleep(0.0005)
+        pushed = []
+        for _ in range(20):
+            pushed.append(time.monotonic_ns())
+            rig.link.ping()
+        assert not busy.ended.is_set()
+    finally:
+        del rig.link._dispatch
+        if busy:
+            rig.link.abort(busy.request_id)
+            busy.wait()
+        rig.delay(0)
+    steps = [sum(a < t < b for t in busy.stamps) for a, b in zip(pushed, stamps, strict=True)]
+    print(f"steps that ended between a ping and its answer: {steps}")
+    assert sorted(steps)[10] <= 2
 
 
 @pytest.mark.gpu
