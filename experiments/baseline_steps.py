@@ -165,6 +165,7 @@ def main() -> None:
     made.add_argument("--models", nargs="+", default=["smollm2-135m", "llama-3.2-1b"])
     made.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192])
     made.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    made.add_argument("--skip", nargs="+", default=[], choices=list(FORMS))
     made.add_argument("--rows", type=int, default=16)
     made.add_argument("--pdl", type=Path, help="kernels of our phases, built beforehand")
     made.add_argument("--prompts", type=int, default=4)
@@ -185,7 +186,7 @@ def main() -> None:
         "rows": args.rows, "committed": COMMITTED, "steps": args.steps, "models": {}, "failed": {},
         "figures": {},
     }  # fmt: skip
-    every = args.forms
+    every = [form for form in args.forms if form not in args.skip]
     for i, name in enumerate(args.models):
         args.forms = [form for form in every if i == 0 or form in FEW]
         rows = result["models"][name] = measure(name, args, result["failed"])

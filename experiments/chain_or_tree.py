@@ -181,7 +181,7 @@ def main() -> None:
     made = parser(__doc__, "chain_or_tree")
     made.add_argument("--device", default=default_device())
     made.add_argument("--model", default=DEFAULT_MODEL)
-    made.add_argument("--prompts", type=int, default=64, help="on a CPU 8")
+    made.add_argument("--prompts", type=int, default=48, help="on a CPU 8")
     made.add_argument("--tokens", type=int, default=96, help="on a CPU 48")
     made.add_argument("--rounds", type=int, default=2)
     made.add_argument("--contexts", nargs="*", type=int, default=list(CONTEXTS))

@@ -20,7 +20,7 @@ import torch
 from cute_kernels.gpu.config import SHAPES
 from experiments.common import figure, need_gpu, parser, save
 from experiments.cubins import MOVES, find
-from experiments.kv_fragmentation import graph_us
+from experiments.kv_fragmentation import graphs_us
 from experiments.marshaling import wall_us
 
 MODELS = ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b")
@@ -71,10 +71,13 @@ def case(model: str, rounds: int, folder: Path | None) -> dict[str, Any]:
     one_by_one(second)
     if not torch.equal(first, second):
         raise SystemExit(f"{model}: the two ways differ; the figures are void")
+    ways = {
+        "all layers at once": partial(move, cache, path),
+        "nothing": partial(move, cache, chain),
+    }
     figures = {
         "a copy a row and layer": figure(wall_us(partial(one_by_one, cache), rounds), "host"),
-        "all layers at once": figure(graph_us(partial(move, cache, path), rounds)),
-        "nothing": figure(graph_us(partial(move, cache, chain), rounds)),
+        **{name: figure(us) for name, us in graphs_us(ways, rounds).items()},
     }
     if folder is not None:
         still = tuple(range(len(PATH)))

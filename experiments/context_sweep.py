@@ -3,7 +3,7 @@
     python -m experiments.context_sweep [--kernels DIR] [--pdl DIR] [--model smollm2-135m]
 
 N rows, one sequence. As far as the model was trained, all continue the same texts (stretches of
-LONG, our own documentation; a round each) with the drafter's own acceptance: `acceptance` is
+LONG, our own documentation) with the drafter's own acceptance: `acceptance` is
 `drafter`, and tok/s is what each commits over what its steps take; where two bf16 sums differ the
 texts part, so that tau is a sample of few texts. Beyond, acceptance is `scripted`: rivals accept
 COMMITTED - 1 drafted tokens a step behind random keys, the megakernel drafts from a script that is
@@ -38,7 +38,7 @@ from experiments.baseline_steps import (
 from experiments.baselines.models import OnDevice, open_model
 from experiments.common import default_device, figure, need_gpu, parser, quiet, save
 from experiments.cubins import PDL as PDL_KERNELS
-from experiments.cubins import find
+from experiments.cubins import engine_runs, find
 from megadecode.acceptance import SCRIPTED
 from megadecode.presets import NAMES
 
@@ -51,6 +51,7 @@ SHOWN = (
 ACCEPTANCE = 0.8  # of the script's first candidates; about COMMITTED tokens a step
 TRAINED = 8192  # positions of smollm2-135m; the only model here with weights of its own
 LONG_CONTEXT = 16384  # beyond it fewer rounds
+TEXTS = 2  # of a round's, where the model continues texts
 DRAFTER = "drafter"
 BEGUN = time.perf_counter()
 
@@ -127,7 +128,7 @@ def rival_cases(
             prompts_s[context] = prefill_s(rival, context)
             print(f"a prompt of {context}: {prompts_s[context]:.2f} s", flush=True)
     for context in real:
-        row = continued(rival, context, args, args.rounds)
+        row = continued(rival, context, args, TEXTS * args.rounds)
         row |= {"form": form, "context": context, "acceptance": DRAFTER}
         keep(rates(row, row["tau"], prompts_s[context], args))
     rest = [context for context in args.contexts if context not in real]
@@ -159,7 +160,7 @@ def ours(args: Any, keep: Callable[[dict[str, Any]], None]) -> None:
                     prompts = [random_ids(context, kernel.vocab)] * rounds
                     kernel.prepare(prompts[0], args.new_tokens, ACCEPTANCE)
                 else:
-                    prompts = texts_of(context, rounds)
+                    prompts = texts_of(context, TEXTS * rounds)
                     kernel.run(prompts[0], args.new_tokens)
                 runs = [kernel.run(prompt, args.new_tokens) for prompt in prompts]
                 row = runs[0] | spread([run["us"] for run in runs])
@@ -195,7 +196,9 @@ def main() -> None:
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--new-tokens", type=int, default=256)
     made.add_argument("--pdl", type=Path, help="kernels of graph_pdl, built beforehand")
-    made.add_argument("--kernels", help="kernels built beforehand; without, the rivals alone")
+    made.add_argument(
+        "--kernels", help="the engine's kernels, built beforehand; without, built here"
+    )
     args = made.parse_args()
     need_gpu("context_sweep")
     quiet()
@@ -230,7 +233,7 @@ def main() -> None:
         save("context_sweep", args.json, args.device, fields, args.quick)
 
     # The engine first: whatever a rival does to the process, its figures are written.
-    if args.kernels:
+    if engine_runs(args.kernels):
         attempt("megakernel", lambda: ours(args, keep))
     if args.forms:
         weights, drafter = open_model(args.model, args.device)

@@ -43,6 +43,14 @@ def place(home: Path | None = None) -> Path:
     return (home or Path.home()) / ".cache" / "megadecode" / "experiments" / "kernels"
 
 
+def engine_runs(kernels: str | None) -> bool:
+    """Whether an engine has its kernels: from a folder, or built where it starts."""
+    found = kernels is not None or importlib.util.find_spec("cutlass") is not None
+    if not found:
+        print("the megakernel is left out: no --kernels, and no CuTe DSL to build them with")
+    return found
+
+
 def build(folder: Path, names: Sequence[str]) -> None:
     """Build into a folder; what was built from the same sources comes from the cache beside it."""
     for builder in dict.fromkeys(BUILDERS.values()):

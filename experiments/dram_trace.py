@@ -29,7 +29,7 @@ from experiments.baseline_steps import COMMITTED, FORMS, PDL, forget, open_rival
 from experiments.baselines.models import OnDevice, open_model
 from experiments.baselines.pdl_plan import MODELS as PDL_MODELS
 from experiments.common import figure, need_gpu, parser, quiet, save
-from experiments.cubins import TRACED, find
+from experiments.cubins import TRACED, engine_runs, find
 from experiments.pm_sampling import DRAM, SM
 
 MODELS = ("llama-3.1-8b", "smollm2-135m")
@@ -205,7 +205,9 @@ def slots(args: Any) -> dict[str, Any]:
 def summary(times: np.ndarray) -> dict[str, dict[str, float]]:
     """us of a phase by part, means over CTAs and layers."""
     t, n = times.astype(np.float64) / 1e3, times.shape[1] - 1
-    out = {}
+    between = t[:, 1:n:4, 0] - t[:, 0:n:4, 3]
+    both = (t[:, 1:n:4, 0] > 0) & (t[:, 0:n:4, 0] > 0)
+    out = {"attention": {"between qkv and o": round(float(between[both].mean()), 2)}}
     for i, kind in enumerate((*phase_slots.KINDS, "lm")):
         v = t[:, i:n:4] if kind != "lm" else t[:, n:]
         v = np.maximum(v[v[..., 0] > 0], 0)
@@ -237,7 +239,9 @@ def main() -> None:
     made.add_argument("--rows", type=int, default=16)
     made.add_argument("--new-tokens", type=int, default=256)
     made.add_argument("--pdl", type=Path, help="kernels of graph_pdl, built beforehand")
-    made.add_argument("--kernels", help="kernels built beforehand; without, the rivals alone")
+    made.add_argument(
+        "--kernels", help="the engine's kernels, built beforehand; without, built here"
+    )
     args = made.parse_args()
     need_gpu("dram_trace", "cupti-python and nvidia-cuda-cupti")
     quiet()
@@ -267,12 +271,13 @@ def main() -> None:
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
             return None
 
+    shown = [*(["megakernel"] if engine_runs(args.kernels) else []), *args.forms]
     for model in args.models:
         rows: dict[str, Any] = {}
         fields["models"][model] = rows
         rivals = Rivals(model, args)
         # The engine first: whatever a rival does to the process, its trace is written.
-        for form in [*(["megakernel"] if args.kernels else []), *args.forms]:
+        for form in shown:
             if FORMS.get(form, ("",))[0] == PDL and model not in PDL_MODELS:
                 continue
             if form in FORMS:

@@ -33,7 +33,7 @@ import numpy as np
 
 from experiments.common import default_device, figure, need_gpu, parser, quiet, save
 from experiments.cubins import PDL as PDL_KERNELS
-from experiments.cubins import find
+from experiments.cubins import engine_runs, find
 
 KERNEL = "megakernel"
 RIVALS = (
@@ -276,7 +276,9 @@ def main() -> None:
     made.add_argument("--rows", type=int, default=16)
     made.add_argument("--ctx", type=int, default=8352, help="positions of the rivals' caches")
     made.add_argument("--forms", nargs="*", default=list(RIVALS))
-    made.add_argument("--kernels", help="kernels built beforehand; without, the rivals alone")
+    made.add_argument(
+        "--kernels", help="the engine's kernels, built beforehand; without, built here"
+    )
     made.add_argument("--pdl", type=Path, help="kernels of graph_pdl, built beforehand")
     made.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = made.parse_args()
@@ -297,7 +299,7 @@ def main() -> None:
         args.pdl = find(args.pdl, *PDL_KERNELS)
     if args.pdl is None:
         args.forms = [form for form in args.forms if form != "graph_pdl"]
-    for forms in ([KERNEL] if args.kernels else [], args.forms):
+    for forms in ([KERNEL] if engine_runs(args.kernels) else [], args.forms):
         if forms:
             run(list(forms), argv, fields["contenders"], fields["failed"])
             fields["figures"] = figures_of(fields["contenders"])

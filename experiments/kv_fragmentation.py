@@ -33,29 +33,37 @@ LAYOUTS = {
     "contiguous": 0, "pages of 64 in order": 64, "pages of 64 shuffled": 64,
     "single rows shuffled": 1,
 }  # fmt: skip
+COPY = "one copy of the layer's cache"
 POOL = 4  # the pool's size in contexts
 COPIES = 16  # of the cache, read in turn: as many as `ours` has layers
 LAUNCHES = 15  # of `ours` in a round
 ROUND_US = 10_000.0  # of replays between two events
 
 
-def graph_us(work: Callable[[], Any], rounds: int) -> list[float]:
-    """Device time of a captured call, back to back, us, by rounds."""
-    graph = Captured(lambda keys: work(), torch.cuda.graph_pool_handle())
-    graph.prepare(0)
+def graphs_us(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Device time of captured calls, back to back, us, by rounds, which alternate between them."""
+    graphs, replays = {}, {}
+    for name, work in works.items():
+        graphs[name] = Captured(lambda keys, work=work: work(), torch.cuda.graph_pool_handle())
+        graphs[name].prepare(0)
 
-    def once(replays: int) -> float:
+    def once(name: str, replays: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(replays):
-            graph(0)
+            graphs[name](0)
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) * 1e3 / replays
 
-    once(1)
-    replays = max(2, min(50, round(ROUND_US / once(1))))
-    return [once(replays) for _ in range(rounds)]
+    for name in works:
+        once(name, 1)
+        replays[name] = max(2, min(50, round(ROUND_US / once(name, 1))))
+    out: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds):
+        for name in list(works)[:: 1 if turn % 2 == 0 else -1]:
+            out[name].append(once(name, replays[name]))
+    return out
 
 
 def case(model: str, context: int, rows: int, rounds: int, folder: Path | None) -> dict[str, Any]:
@@ -68,8 +76,7 @@ def case(model: str, context: int, rows: int, rounds: int, folder: Path | None) 
     tree = torch.ones(rows, rows, dtype=torch.uint8, device=device).tril()
     length = torch.tensor([context], device=device)
     plain = torch.randn(COPIES, 2, kv_heads, capacity, d, device=device).bfloat16()
-    samples: dict[str, list[float]] = {}
-    outputs = []
+    works: dict[str, Callable[[], Any]] = {}
     for name, page in LAYOUTS.items():
         kernel = SplitKv(rows, heads, kv_heads, d, device, page=page)
         table, pool = None, plain
@@ -82,15 +89,15 @@ def case(model: str, context: int, rows: int, rounds: int, folder: Path | None) 
             pool = plain.new_zeros(COPIES, 2, kv_heads, slots, page, d)
             pool[:, :, :, order] = plain.view(COPIES, 2, kv_heads, pages, page, d)
             pool = pool.flatten(3, 4)
-        work = partial(read_all, kernel, q, pool, tree, length, table)
-        samples[name] = [us / COPIES for us in graph_us(work, rounds)]
-        outputs.append(work())
-    whole = torch.empty_like(plain)
-    copied = graph_us(partial(whole.copy_, plain), rounds)
-    del pool, whole
+        works[name] = partial(read_all, kernel, q, pool, tree, length, table)
+    outputs = [work() for work in works.values()]
+    works[COPY] = partial(torch.empty_like(plain).copy_, plain)
+    samples = {n: [us / COPIES for us in v] for n, v in graphs_us(works, rounds).items()}
+    copied = samples.pop(COPY)
+    works.clear()
     if folder is not None:
         samples |= ours(model, context, rows, rounds, folder)
-    samples["one copy of the layer's cache"] = [us / COPIES for us in copied]
+    samples[COPY] = copied
     equal = all(torch.equal(out, outputs[0]) for out in outputs)
     figures = {name: figure(us) for name, us in samples.items()}
     return {

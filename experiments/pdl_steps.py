@@ -26,7 +26,7 @@ from experiments.baseline_steps import COMMITTED, forget, open_rival, setup_of, 
 from experiments.baselines.models import OnDevice, open_model
 from experiments.baselines.pdl_plan import MODELS
 from experiments.common import figure, need_gpu, parser, quiet, save
-from experiments.cubins import PDL, TIMED, find
+from experiments.cubins import PDL, TIMED, engine_runs, find
 
 CASES = ((1024, 1), (1024, 16), (8192, 16))  # context, rows
 CONTEXTS, ROWS, NEW_TOKENS = (1024, 8192), 16, 192  # of whole steps
@@ -37,7 +37,9 @@ def main() -> None:
     made = parser(__doc__, "pdl_steps")
     made.add_argument("--cubins", type=Path, help="kernels of experiments.cubins, built beforehand")
     made.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    made.add_argument("--kernels", help="the engine's kernels, for whole steps")
+    made.add_argument(
+        "--kernels", help="the engine's kernels, built beforehand; without, built here"
+    )
     args = made.parse_args()
     need_gpu("pdl_steps")
     folder = find(args.cubins, *TIMED, *PDL)
@@ -46,12 +48,13 @@ def main() -> None:
     torch.zeros(1, device="cuda")
     quiet()
     result: dict[str, Any] = {"rows": ROWS, "models": {}, "whole": {}, "failed": {}, "figures": {}}
+    engine = engine_runs(args.kernels)
     for name in args.models:
         result["models"][name] = measure(folder, name, 3 if args.quick else 7)
         result["figures"] |= figures_of(name, result["models"][name])
         save("pdl_steps", args.json, "cuda", result, args.quick)
         forget()
-        if not args.kernels:
+        if not engine:
             continue
         try:
             result["whole"][name] = whole(name, folder, args)

@@ -1,8 +1,8 @@
 """The persistent kernel's own time stamps as a file for Perfetto (ui.perfetto.dev).
 
 A kernel built with timing leaves, of its last step, four stamps for each CTA and phase: it begins,
-it has its activations, it is done with its own tiles, it is done. Attention has no phase of its
-own: it stands between `qkv` and `o`, in what `o` waits for. Used by dram_trace.
+it has its activations, it is done with its own tiles, it is done. Attention has no stamps of its
+own: it is what lies between a layer's `qkv` and its `o`. Used by dram_trace.
 """
 
 from __future__ import annotations
@@ -23,18 +23,24 @@ EVERY = 11
 
 def slots(times: np.ndarray, zero_ns: int) -> Iterator[dict[str, Any]]:
     """Trace events of times int64 [ctas, phases, 4] ns, in us from zero_ns on: a slice for each CTA
-    and phase, and in it one for each part that took time. Phases that a CTA has no part in, whose
-    stamps are 0, have none."""
+    and phase, attention included, and in it one for each part that took time. Phases that a CTA has
+    no part in, whose stamps are 0, have none."""
     phases = times.shape[1]
     for cta in range(0, len(times), EVERY):
         yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": cta,
                "args": {"name": f"CTA {cta}"}}  # fmt: skip
+        before = 0
         for i, stamps in enumerate(times[cta].tolist()):
             begin, *ends = stamps
             if begin == 0 or ends[-1] < begin:
+                before = 0
                 continue
             name = "lm" if i == phases - 1 else f"{KINDS[i % 4]} {i // 4}"
             common = {"ph": "X", "pid": 0, "tid": cta}
+            if name.startswith("o ") and before:
+                yield {"name": f"attention {i // 4}", **common, "ts": (before - zero_ns) / 1e3,
+                       "dur": (begin - before) / 1e3}  # fmt: skip
+            before = ends[-1]
             yield {"name": name, **common, "ts": (begin - zero_ns) / 1e3,
                    "dur": (ends[-1] - begin) / 1e3}  # fmt: skip
             for part, end in zip(PARTS, ends, strict=True):

@@ -50,6 +50,10 @@ def host_stall(r: Result) -> list[str]:
     return lines + failures(r)
 
 
+PYTHON = ("unpack", "heap", "mask", "marshal", "accept")
+"""Stages of the host's loop in which nothing is waited for or launched."""
+
+
 def step_breakdown(r: Result) -> list[str]:
     host = r["host_us"]
     total = sum(host.values())
@@ -63,10 +67,15 @@ def step_breakdown(r: Result) -> list[str]:
         ),
     ]
     if "idle_us" in r:
-        graphs = ", ".join(f"{k} {v:.0f} us" for k, v in r["graphs_us"].items())
+        device = r.get("device_us") or r["graphs_us"]
+        parts = ", ".join(f"{k} {v:.0f} us" for k, v in device.items())
+        python = sum(host[k] for k in PYTHON)
         lines += [
             "",
-            f"On the device: {graphs}; idle {r['idle_us']:.0f} us, {r['idle_us'] / r['us']:.0%}.",
+            f"On the device's clock: {parts}; idle {r['idle_us']:.0f} us, "
+            f"{r['idle_us'] / r['us']:.0%}. Python's own work ({', '.join(PYTHON)}) is "
+            f"{python:.0f} us, {python / total:.1%}: a faster heap or a cheaper mask can win no "
+            "more than that.",
             *hypotheses(r),
         ]
     if "engine_us" in r:

@@ -41,7 +41,7 @@ def baseline_steps(r: Result) -> Any:
     rest = [t - d for t, d in zip(total, device)]
     axes.barh(names, rest, left=device, color="white", edgecolor="black", hatch=HATCHES[1],
               label="the rest: host, gaps")  # fmt: skip
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower right")
     return figure
 
 
@@ -54,6 +54,9 @@ def context_sweep(r: Result) -> Any:
     for i, form in enumerate(forms):
         points = sorted((c["context"], c["us"]) for c in r["cases"] if c["form"] == form)
         axes.loglog(*zip(*points), LINES[i % 4], marker=MARKS[i % 6], color="black", label=form)
+    contexts = sorted({c["context"] for c in r["cases"]})
+    axes.set_xticks(contexts, [str(n) for n in contexts], fontsize=7)
+    axes.minorticks_off()
     axes.legend(frameon=False, fontsize=7)
     return figure
 

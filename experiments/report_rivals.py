@@ -59,10 +59,11 @@ def baseline_steps(r: Result) -> list[str]:
         if own in forms and graph in forms:
             at = contexts[0]
             a, b = forms[own]["steps"][at]["us"], forms[graph]["steps"][at]["us"]
-            lines[-1] += (
-                f" With our phases in the same loop it takes {a:.0f} us, and {b:.0f} where the "
-                "tree and the walk are kernels of the graph too: the difference is the host's."
-            )
+            lines += [
+                "",
+                f"With our phases the host's loop takes {a:.0f} us at {at}, and {b:.0f} where the "
+                "tree and the walk are kernels of the graph too: the difference is the host's.",
+            ]
     if "plain" in next(iter(r["models"].values())):
         lines += ["", "`plain` decodes one row a step, without a drafter."]
     if r["failed"]:

@@ -37,10 +37,10 @@ def _agreement(found: Result) -> list[str]:
             outside.append(f"{name}, {which}: {x:.4g} and {y:.4g}, stated {stated:.2g}")
     every, within = sum(row[1] for row in rows), sum(row[2] for row in rows)
     lines = [
-        f"Two full runs, side by side on two GPUs of one host: {within} of {every} figures differ "
-        "by no more than the spread that was stated for them (the range of a run's rounds, and at "
-        "least 3 % of a time by the device's clock, 10 % of one with Python in it, two points of a "
-        "share).",
+        f"Two runs ({' and '.join(run['date'][:16] for run in found['runs'])}, "
+        f"{found['runs'][1]['device']}): {within} of {every} figures differ by no more "
+        "than the spread that was stated for them (the range of a run's rounds, and at least 3 % "
+        "of a time by the device's clock, 10 % of one with Python in it, two points of a share).",
         "",
         *table(["experiment", "figures", "within", "differ by, median"], rows),
     ]

@@ -3,8 +3,9 @@
     python -m experiments.step_breakdown [--device cpu] [--context 512]
 
 `host_us`: the host's clock over `graph_host_tree`: launches, waits, unpacking, heap, mask,
-marshaling, acceptance; on a GPU beside the device's own time of the two graphs: what is left is
-idle. (On the CPU a launch is the work itself.) On the CPU device the engine's own stages stand
+marshaling, acceptance; on a GPU beside it `device_us`, the device's own time of the two graphs and
+of the copies between them (the candidates', the tree's, the choices'): what is left is idle. (On
+the CPU a launch is the work itself.) On the CPU device the engine's own stages stand
 beside it.
 
 `switches`, on a GPU: one hypothesis at a time: the drafter with full attention in place of its
@@ -54,6 +55,24 @@ def full_attention(drafter: Drafter) -> Drafter:
         drafter.config, layer_types=(FULL,) * drafter.config.layers, window=None, is_causal=False
     )
     return Drafter(config, drafter.tensors())
+
+
+def copies_us(rival: HostTree, rounds: int = 20) -> dict[str, float]:
+    """The device's time of the copies of a step, one of each."""
+    core, out = rival.core, {}
+    copies = {
+        "top-k copy": (rival._ranked, core.ranked), "tree copy": (core.plan, rival._plan),
+        "choices copy": (rival._decided, core.decided),
+    }  # fmt: skip
+    for name, (target, source) in copies.items():
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(rounds):
+            target.copy_(source, non_blocking=True)
+        end.record()
+        torch.cuda.synchronize()
+        out[name] = start.elapsed_time(end) * 1e3 / rounds
+    return out
 
 
 def binned(trace: Any, metric: str) -> dict[str, list[float]]:
@@ -175,8 +194,9 @@ def main() -> None:
     }  # fmt: skip
     if gpu:
         rival.pretend(args.context, 4)
-        fields["graphs_us"] = dict(zip(("commit and draft", "verify"), replay_us(rival, 5)))
-        fields["idle_us"] = row["us"] - sum(fields["graphs_us"].values())
+        assert isinstance(rival, HostTree)
+        device = dict(zip(("commit and draft", "verify"), replay_us(rival, 5))) | copies_us(rival)
+        fields["device_us"], fields["idle_us"] = device, row["us"] - sum(device.values())
     del rival
     forget()
     spent = time.perf_counter() - BEGUN
@@ -184,7 +204,8 @@ def main() -> None:
     for stage, us in stages.items():
         print(f"  {stage:10s} {us:10.1f} us  {us / sum(stages.values()):6.1%}")
     if gpu:
-        print("  on the device:", fields["graphs_us"], "idle:", f"{fields['idle_us']:.0f} us")
+        cells = ", ".join(f"{name} {us:.1f}" for name, us in fields["device_us"].items())
+        print(f"  on the device: {cells}, idle {fields['idle_us']:.0f} us")
         fields["flat_share"] = FLAT
         fields["switches"] = switches(rounded, drafter, args)
         fields["figures"] |= {

@@ -12,7 +12,8 @@ Importing this package does not import cutlass; the modules with kernels do. A w
    share), embed, gemm and epilogue (the four matrices of a layer and the head), attention and its
    parts (rotary, attention_stream, attention_blocks, attention_tail, attention_merge), head
    (results), janitor (words back to EMPTY).
-4. A prompt: prompt, rows_gemm, prompt_attention, prompt_plan.
+4. A prompt: prompt, rows_gemm and rows_pairs (a matrix for many rows, for up to 64), rows_ends,
+   prompt_attention, prompt_plan.
 5. A speculative step: compact, context, draft_attention, rank and topk, tree, verify, decide.
 6. The loop without a host: service (between launch and park), admission, control, service_block.
 7. Building and running: build, load, entry (how kernels begin); phase, prompt_kernel and

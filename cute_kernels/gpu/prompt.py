@@ -32,7 +32,8 @@ from cute_kernels.gpu.keys import Keys, write_keys
 from cute_kernels.gpu.prompt_attention import attend, produce_keys
 from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES, PARTS, ROW_TILE, PromptBuffers
 from cute_kernels.gpu.rows_embed import embed_residual, embed_rows
-from cute_kernels.gpu.rows_gemm import Ends, Rows, add_parts, produce_rows, rows_gemm
+from cute_kernels.gpu.rows_ends import Ends, Rows, add_parts
+from cute_kernels.gpu.rows_gemm import produce_rows, rows_gemm
 from cute_kernels.gpu.sync import ptx_read, select_int
 
 QKV, O, GU, DOWN, LM, FC, CKV, KEYS = range(8)  # KEYS: the drafter's, behind ckv
@@ -288,7 +289,7 @@ def produce_layers(
                 if cutlass.const_expr(has(only, g.name)):
                     if (kind == mine[0]) | (kind == mine[-1]):
                         stage, parity, issued, landed, landed_parity = produce_rows(
-                            k, g, n, at, stage, parity, issued, landed, landed_parity
+                            k, p, g, n, at, stage, parity, issued, landed, landed_parity
                         )
     return stage, parity, issued, landed, landed_parity
 

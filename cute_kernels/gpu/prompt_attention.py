@@ -44,7 +44,7 @@ from cute_kernels.gpu.prompt_plan import (
 )
 from cute_kernels.gpu.ring import advance
 from cute_kernels.gpu.rotary import norm_weights
-from cute_kernels.gpu.rows_gemm import store_tile
+from cute_kernels.gpu.rows_ends import store_tile
 
 
 # -- half a block --------------------------------------------------------------------------------

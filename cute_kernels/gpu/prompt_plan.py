@@ -7,6 +7,7 @@ in *row tiles* of 16.
 Activations are bf16 in the layout of the decode form with 32 blocks of 8 rows: `pack.to_fragments`.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,8 @@ TREE_TILES = TREE_ROWS // ROW_TILE
 CONSUMER_REGISTERS = 224  # with setmaxnreg: kernel.register_split
 OTHER_REGISTERS = 84  # of rows_gemm.py with 4 chunks ahead, besides what grows with the tiles
 MOST_AHEAD, SPARE_REGISTERS = 12, 24
-MOST_SHARED = 4  # tiles of a sweep of gate/up up to which the warps may share K
+FEW_TILES = 4  # row tiles up to which rows_pairs.py multiplies
+PAIR_REGISTERS = 52  # of rows_pairs.py besides sums, activations, squares and the head's norm
 BLOCKS = MAX_ROWS // 8
 COLUMNS_BYTES = BLOCKS * 512  # 32 columns (a chunk of K) of all rows
 
@@ -95,11 +97,15 @@ def slice_count(c: Config, name: str) -> int:
     return c.warps // slice_warps(c, name)
 
 
+def consumer_registers(c: Config) -> int:
+    """Of a consumer's thread."""
+    return CONSUMER_REGISTERS if c.setmaxnreg else 65536 // (-(-c.block // 128) * 128)
+
+
 def free_registers(c: Config, name: str, tiles: int) -> int:
     """Of a thread, beside those that every sweep over `tiles` tiles needs: for each 4 sums a row
     tile of its warp, two chains of 4, and an address."""
-    registers = CONSUMER_REGISTERS if c.setmaxnreg else 65536 // (-(-c.block // 128) * 128)
-    return registers - OTHER_REGISTERS - tiles * (4 * rounds(c, name) + 9)
+    return consumer_registers(c) - OTHER_REGISTERS - tiles * (4 * rounds(c, name) + 9)
 
 
 def group_tiles(c: Config, name: str) -> int:
@@ -118,23 +124,43 @@ def chunks_ahead(c: Config, name: str) -> int:
     return min(4 + more, MOST_AHEAD, slice_warps(c, name) * chunks)
 
 
-def left_bytes(c: Config, name: str) -> int:
-    """What a K warp's sums of a row tile take where they wait for others: rows_share.py."""
-    return group_tiles(c, name) * ROW_TILE * TILE * 4 + 256 * c.gemm(name).normed
+@dataclass(frozen=True)
+class PairSweep:
+    """How rows_pairs.py multiplies a matrix: most tiles of a sweep, chunks of K a warp takes in a
+    step, steps of a sweep; bytes of a tile's weights in a step, tiles whose share a stage."""
+
+    tiles: int
+    chunks: int
+    steps: int
+    piece_bytes: int
+    together: int
 
 
-def k_parts(c: Config, name: str) -> list[int]:
-    """Parts of K that the warps of a row tile may share, ascending, as far as the sums of all but
-    the first find room; 1 first. In wide models, where a sweep has many tiles, 1 alone: a warp has
-    enough to multiply there while it waits for activations."""
-    room, out = c.smem_plan()["partial sums"], [1]
-    if group_tiles(c, "gu") > MOST_SHARED:
-        return out
-    for parts in range(2, c.warps + 1):
-        left = c.warps // parts * (c.warps - c.warps // parts) * left_bytes(c, name)
-        if c.warps % parts == 0 and left <= room:
-            out.append(parts)
-    return out
+@functools.cache
+def pair_sweep(c: Config, name: str) -> PairSweep:
+    """As many tiles as registers allow with at least two chunks of activations in flight, evened
+    out over the sweeps; then as many chunks as fit. A step's weights take at most half the ring."""
+    g, most = c.gemm(name), most_tiles(c, name)
+    chunks, per_chunk = g.slab // CHUNK // c.warps, c.warps * CHUNK * TILE * 2
+    free = consumer_registers(c) - PAIR_REGISTERS - 16 * g.normed - 16 * (name == "lm")
+    divisors = [n for n in range(1, chunks + 1) if chunks % n == 0]
+    steps = [n for n in divisors if n * per_chunk <= c.stage_bytes]
+
+    def fits(tiles: int, step: int) -> bool:
+        stages = -(-tiles // (c.stage_bytes // (step * per_chunk)))
+        return stages <= c.stages // 2 and 16 * (tiles + step) + stages <= free
+
+    deep = [n for n in steps if n > 1] or steps
+    tiles = max((n for n in range(1, most + 1) if any(fits(n, step) for step in deep)), default=1)
+    tiles = -(-most // -(-most // tiles))
+    step = max((n for n in steps if fits(tiles, n)), default=1)
+    piece = step * per_chunk
+    return PairSweep(tiles, step, chunks // step, piece, c.stage_bytes // piece)
+
+
+def pair_slots(c: Config) -> int:
+    """Sums (of a tile and row tile, by all warps) that meet in shared memory at a time."""
+    return min(c.smem_plan()["partial sums"] // (c.warps * 512), c.warps)
 
 
 def task_tiles(c: Config) -> int:

@@ -50,25 +50,26 @@ def fetch(
     at: Int64,
     n_bytes: Int32,
     stage: Int32,
-    pieces: cutlass.Constexpr = 1,
-    stride: cutlass.Constexpr = 0,
+    pieces: cutlass.Constexpr = None,
 ):
     """One elected lane copies n_bytes (a multiple of 16) into a stage. In this DSL version a bulk
-    copy does not elect a lane by itself: 32 lanes would over-complete the barrier. pieces: the
-    bytes lie in as many equal pieces, `stride` bytes apart (at most 32, a lane each)."""
+    copy does not elect a lane by itself: 32 lanes would over-complete the barrier. pieces: None or
+    (count, stride), Int32: as many pieces of n_bytes, `stride` bytes apart (at most 32, a lane
+    each)."""
     to, full = ring.base + stage * ring.stage_bytes, ring.full + stage * 8
-    if cutlass.const_expr(pieces == 1):
+    if cutlass.const_expr(pieces is None):
         with cute.arch.elect_one():
             sync.expect(full, n_bytes)
             copy_in(to, at, n_bytes, full)
     else:
+        count, stride = pieces
         with cute.arch.elect_one():
-            sync.expect(full, n_bytes)
+            sync.expect(full, n_bytes * count)
         cute.arch.sync_warp()
         lane, _, _ = cute.arch.thread_idx()
-        lane, piece = lane & 31, n_bytes // pieces
-        if lane < pieces:
-            copy_in(to + lane * piece, at + Int64(lane * stride), piece, full)
+        lane = lane & 31
+        if lane < count:
+            copy_in(to + lane * n_bytes, at + Int64(lane * stride), n_bytes, full)
 
 
 def copy_in(to, at, n_bytes, full):
@@ -102,12 +103,11 @@ def issue(
     issued: Int32,
     landed: Int32,
     landed_parity: Int32,
-    pieces: cutlass.Constexpr = 1,
-    stride: cutlass.Constexpr = 0,
+    pieces: cutlass.Constexpr = None,
 ):
-    """One copy of n_bytes into the next stage, as soon as the rules allow (pieces, stride: see
-    `fetch`). Returns the state: place, copies issued, and the place of the oldest copy that counts
-    as in flight."""
+    """One copy of n_bytes into the next stage, as soon as the rules allow (pieces: see `fetch`).
+    Returns the state: place, copies issued, and the place of the oldest copy that counts as in
+    flight."""
     sync.wait_parity(ring.empty + stage * 8, parity ^ 1)
     if cutlass.const_expr(ring.inflight > 0):
         if issued >= ring.inflight:
@@ -119,7 +119,7 @@ def issue(
             landed, landed_parity = advance(ring, landed, landed_parity)
         else:
             issued = issued + 1
-    fetch(ring, at, n_bytes, stage, pieces, stride)
+    fetch(ring, at, n_bytes, stage, pieces)
     stage, parity = advance(ring, stage, parity)
     return stage, parity, issued, landed, landed_parity
 

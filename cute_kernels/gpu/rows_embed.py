@@ -10,7 +10,7 @@ from cute_kernels.gpu.embed import column_offset, token_address
 from cute_kernels.gpu.fragments import unpack_pair
 from cute_kernels.gpu.gemm import plan_entry
 from cute_kernels.gpu.prompt_plan import COLUMNS_BYTES, ROW_TILE, ROW_TILES, PromptBuffers
-from cute_kernels.gpu.rows_gemm import store_quad
+from cute_kernels.gpu.rows_ends import store_quad
 from cute_kernels.gpu.sync import ptx_read
 from cute_kernels.gpu.tiles import tile_stride
 

@@ -79,7 +79,6 @@ class Barrier(enum.IntEnum):
     """Named barriers. 0 is `sync_threads`, which role-specialised code must not use."""
 
     CONSUMERS = 1
-    GROUPS = 2  # and the next 7: groups of consumer warps, attention's heads for one
     KEYS = 10  # consumer warp 0 tells the producer: prompt_attention.py, context.tell_keys
     DRAFTING = 11  # the producer tells consumer warp 0: context.draft_begins
 
@@ -369,10 +368,5 @@ def wait_for_prerequisites():
 
 
 # -- named barriers ----------------------------------------------------------------------------
-def group_sync(group, threads):
-    """Some consumer warps. group (0 .. 7), threads: warp-uniform."""
-    ptx_do("bar.sync {$r0}, {$r1};", group + int(Barrier.GROUPS), threads)
-
-
 def consumer_sync(threads):
     cute.arch.barrier(barrier_id=int(Barrier.CONSUMERS), number_of_threads=threads)

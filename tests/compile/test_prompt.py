@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 
 from cute_kernels.gpu import build
-from cute_kernels.gpu.config import CHUNK, SHAPES, product
+from cute_kernels.gpu.config import CHUNK, SHAPES, TILE, product
 from cute_kernels.gpu.prompt_plan import (
+    FEW_TILES,
     MAX_ROWS,
     ROW_TILE,
     PromptBuffers,
     chunks_ahead,
     chunks_of,
+    consumer_registers,
     from_row_quads,
     group_tiles,
-    k_parts,
-    left_bytes,
     most_tiles,
+    pair_slots,
+    pair_sweep,
     slice_count,
     slice_warps,
     task_count,
@@ -64,19 +66,23 @@ def test_groups_fit_the_ring(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_shared_sums_have_room(name):
+def test_pairs_fit(name):
+    """Steps of a sweep over two row tiles cover a warp's K; their weights, its sums have room."""
     c = PRESETS[name]
-    room = c.smem_plan()["partial sums"]
+    plan = c.smem_plan()
     for kind in ("qkv", "o", "gu", "down", "lm"):
-        one, *more = k_parts(c, kind)
-        assert one == 1 and c.group_heads * 2 <= c.warps
-        chunks = slice_warps(c, kind) * (c.gemm(kind).slab // CHUNK // c.warps)
-        assert 1 <= chunks_ahead(c, kind) <= chunks
-        for parts in more:
-            tiles, own = c.warps // parts, c.warps // parts
-            assert c.warps % parts == 0 and tiles < 8  # a named barrier each
-            last = (tiles - 1) * (c.warps - own) + (c.warps - 1 - own)
-            assert (last + 1) * left_bytes(c, kind) <= room
+        chunks = c.gemm(kind).slab // CHUNK // c.warps
+        assert 1 <= chunks_ahead(c, kind) <= slice_warps(c, kind) * chunks
+        s = pair_sweep(c, kind)
+        assert s.steps * s.chunks == chunks
+        assert s.steps * s.piece_bytes == c.gemm(kind).unit_bytes
+        assert s.together >= 1 and s.together * s.piece_bytes <= c.stage_bytes
+        assert 1 <= s.tiles <= most_tiles(c, kind)
+        assert -(-s.tiles // s.together) < c.stages  # one more can be on its way
+        assert 16 * (s.tiles + s.chunks) < consumer_registers(c)
+    assert 1 <= pair_slots(c) <= c.warps
+    assert pair_slots(c) * c.warps * ROW_TILE * TILE * 4 <= plan["partial sums"]
+    assert c.warps * FEW_TILES * ROW_TILE * 4 <= plan["results"]  # squares
 
 
 @pytest.mark.parametrize("name", PRESETS)

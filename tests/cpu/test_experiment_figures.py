@@ -53,20 +53,23 @@ def test_phase_slots_nest_and_follow_each_other(tmp_path):
     found = json.loads(gzip.decompress((tmp_path / "a.perfetto.json.gz").read_bytes()))
     assert found["traceEvents"][0]["args"]["name"] == "a step"
     slices = [e for e in found["traceEvents"] if e["ph"] == "X"]
-    for cta, phases in ((0, 9), (11, 8)):
+    for cta, phases, attentions in ((0, 9, 2), (11, 8, 1)):
         mine = [e for e in slices if e["tid"] == cta]
         outer = [e for e in mine if e["name"] not in phase_slots.PARTS]
-        assert len(outer) == phases and len(mine) == 4 * phases
-        assert [e["dur"] for e in outer] == pytest.approx([4.0] * phases)
+        assert len(outer) == phases + attentions and len(mine) == 4 * phases + attentions
+        for e in outer:
+            assert e["dur"] == pytest.approx(1.0 if e["name"].startswith("attention") else 4.0)
         for before, after in pairwise(outer):
-            assert before["ts"] + before["dur"] <= after["ts"]
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-9
         for e in mine:
             assert any(
                 o["ts"] <= e["ts"] and e["ts"] + e["dur"] <= o["ts"] + o["dur"] + 1e-9
                 for o in outer
             )
-    assert [e["name"] for e in slices if e["tid"] == 0][::4][-2:] == ["down 1", "lm"]
+    names = [e["name"] for e in slices if e["tid"] == 0 and e["name"] not in phase_slots.PARTS]
+    assert names[:3] == ["qkv 0", "attention 0", "o 0"] and names[-2:] == ["down 1", "lm"]
     kinds = summary(times_of())
+    assert kinds["attention"] == {"between qkv and o": 1.0}
     assert kinds["gu"] == dict(zip(phase_slots.PARTS, (1.0, 2.0, 1.0)))
 
 
