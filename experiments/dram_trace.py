@@ -4,14 +4,14 @@
 
 Each contender decodes for some 50 ms at N rows behind a context of --context positions: a host's
 loop over captured graphs, our own phases in one graph, the persistent kernel. Beside them, in the
-same run, our pure stream of bulk copies, torch's reads and its copies; means are a share of the
-best of them. The tensor pipe comes from a second run, since it does not fit the same pass; both
-excerpts begin in the middle of their run and share an axis, not a moment.
+same run, our pure stream of bulk copies and, without --quick, torch's reads and its copies; means
+are a share of the best of them. The tensor pipe comes from a second run, since it does not fit the
+same pass; both excerpts begin in the middle of their run and share an axis, not a moment.
 
-`phase_slots`: a last step of the small model by the kernel's own stamps, with the DRAM samples that
-were taken meanwhile, for Perfetto, beside the result file (the kernel timed-MODEL-phases). The
-megakernel is parked while the
-sampler is set up: calls beside a resident kernel could wait for it.
+`phase_slots`, without --quick: a last step of the small model by the kernel's own stamps, with the
+DRAM samples that were taken meanwhile, for Perfetto, beside the result file (the kernel is
+timed-MODEL-phases). The megakernel is parked while the sampler is set up: calls beside a resident
+kernel could wait for it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def streams(args: Any) -> dict[str, dict[str, Any]]:
             target.copy_(source[: 4 << 30])
         torch.cuda.synchronize()
 
-    works = {"reads": read, "copies": copy}
+    works = {} if args.quick and args.pdl else {"reads": read, "copies": copy}
     if args.pdl and (args.pdl / "pure-stream.json").exists():
         from cute_kernels.gpu.load import Kernel
 
@@ -294,7 +294,7 @@ def main() -> None:
                 save("dram_trace", args.json, "cuda", fields, args.quick)
         rivals.held = None
         forget()
-    if args.pdl and (args.pdl / f"timed-{SLOTS_OF}-phases.json").exists():
+    if args.pdl and not args.quick and (args.pdl / f"timed-{SLOTS_OF}-phases.json").exists():
         if (found := attempt("phase slots", lambda: slots(args))) is not None:
             fields["phase_slots"] = found
         save("dram_trace", args.json, "cuda", fields, args.quick)

@@ -9,7 +9,7 @@ it can go on. The persistent kernel writes into a ring meanwhile, so it has two:
 device's own time stamps, over the same steps of the same text in every turn (a step takes longer
 the further the context has grown: other steps would be other work), and `arrival_tok_s`, by the
 host's clock as it reads them, which stands and catches up. Where the texts of two turns differ the
-turn says so. Turns come in CYCLES rounds. `figures` leaves out what rivals keep where threads or
+turn says so. `figures` leaves out what rivals keep where threads or
 processes compete with them: that depends on the machine's scheduler from second to second (`turns`
 has it).
 """
@@ -42,10 +42,10 @@ RIVALS = (
 )  # fmt: skip
 QUICK = ("graph_host_tree", "graph_pdl")
 DISTURBANCES = ("none", "frozen", "interpreter held", "cores busy")
-SECONDS, FROZEN, CYCLES = 0.6, 0.3, 2
+SECONDS, FROZEN = 0.8, 0.4
 WARM_STEPS = 20
 """Steps in front of those that count: the first ones come while the others are still read."""
-NEW_TOKENS = 5000  # of the megakernel: some 0.75 s
+NEW_TOKENS = 6000  # of the megakernel: some 0.8 s
 CONTEXT, GROWN = 1024, 256  # positions that a rival begins behind, and how many it adds
 BEGUN = time.perf_counter()
 
@@ -62,7 +62,7 @@ def child(args: argparse.Namespace) -> None:
     quiet()
     for form, decode in contenders(args):
         decode(0.2)
-        for _ in range(CYCLES * len(DISTURBANCES)):
+        for _ in range(args.cycles * len(DISTURBANCES)):
             print(f"ready {form}", flush=True)
             disturbance = sys.stdin.readline().strip()
             stop = threading.Event()
@@ -157,9 +157,12 @@ def rates(stamps: list[int], arrivals: list[int], counts: list[int]) -> dict[str
     }  # fmt: skip
 
 
-def run(forms: list[str], argv: list[str], found: dict[str, Any], failed: dict[str, str]) -> None:
+def run(
+    forms: list[str], argv: list[str], cycles: int, found: dict[str, Any], failed: dict[str, str]
+) -> None:  # fmt: skip
     """All disturbances of some contenders, in one child process; into found and failed."""
-    command = [sys.executable, "-m", "experiments.host_stall", "--child", *argv, "--forms", *forms]
+    command = [sys.executable, "-m", "experiments.host_stall", "--child", *argv]
+    command += ["--cycles", str(cycles), "--forms", *forms]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
@@ -174,7 +177,7 @@ def run(forms: list[str], argv: list[str], found: dict[str, Any], failed: dict[s
                 if process.poll() is not None:
                     raise RuntimeError("the decoding process ended before it began")
             rows.append(disturb(process, disturbance))
-            if len(rows) == CYCLES * len(DISTURBANCES):
+            if len(rows) == cycles * len(DISTURBANCES):
                 found[form] = finished(rows)
                 say(form, found[form])
         process.wait(30)
@@ -276,6 +279,7 @@ def main() -> None:
     made.add_argument("--rows", type=int, default=16)
     made.add_argument("--ctx", type=int, default=8352, help="positions of the rivals' caches")
     made.add_argument("--forms", nargs="*", default=list(RIVALS))
+    made.add_argument("--cycles", type=int, default=1, help="rounds of all disturbances")
     made.add_argument(
         "--kernels", help="the engine's kernels, built beforehand; without, built here"
     )
@@ -301,7 +305,7 @@ def main() -> None:
         args.forms = [form for form in args.forms if form != "graph_pdl"]
     for forms in ([KERNEL] if engine_runs(args.kernels) else [], args.forms):
         if forms:
-            run(list(forms), argv, fields["contenders"], fields["failed"])
+            run(list(forms), argv, args.cycles, fields["contenders"], fields["failed"])
             fields["figures"] = figures_of(fields["contenders"])
             save("host_stall", args.json, "cuda", fields, args.quick)
 

@@ -50,7 +50,7 @@ def main() -> None:
     result: dict[str, Any] = {"rows": ROWS, "models": {}, "whole": {}, "failed": {}, "figures": {}}
     engine = engine_runs(args.kernels)
     for name in args.models:
-        result["models"][name] = measure(folder, name, 3 if args.quick else 7)
+        result["models"][name] = measure(folder, name, 3 if args.quick else 5)
         result["figures"] |= figures_of(name, result["models"][name])
         save("pdl_steps", args.json, "cuda", result, args.quick)
         forget()
@@ -86,7 +86,7 @@ def whole_figures(name: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
 
 def whole(name: str, folder: Path, args: Any) -> list[dict[str, Any]]:
     """Speculative steps of both, by context."""
-    rounds = 2 if args.quick else 5
+    rounds = 2 if args.quick else 3
     kernel = ours(name, args.kernels, rounds)
     forget()
     weights, drafter = open_model(name, "cuda")

@@ -50,19 +50,20 @@ class Experiment:
 EXPERIMENTS = (
     Experiment("baseline_steps", 130, 90, pdl=True,
                quick=("--models", "smollm2-135m", "--skip", "plain")),
-    Experiment("context_sweep", 150, 60, kernels=True, pdl=True,
-               quick=("--contexts", "1024", "7936", "16384")),
-    Experiment("dram_trace", 120, 70, kernels=True, pdl=True, quick=("--models", "smollm2-135m")),
-    Experiment("pdl_steps", 110, 70, kernels=True, cubins=True),
+    Experiment("context_sweep", 120, 50, kernels=True, pdl=True,
+               quick=("--contexts", "1024", "16384", "--forms", "graph_host_tree", "graph_pdl")),
+    Experiment("dram_trace", 90, 50, kernels=True, pdl=True, quick=("--models", "smollm2-135m")),
+    Experiment("pdl_steps", 80, 40, kernels=True, cubins=True,
+               quick=("--models", "smollm2-135m")),
     Experiment("chain_or_tree", 80, 40, gpu=False, kernels=True),
     Experiment("verify_attention", 140, 50, cubins=True),
     Experiment("tree_build", 30, 20, gpu=False, cubins=True),
     Experiment("kv_fragmentation", 45, 30, cubins=True),
-    Experiment("step_breakdown", 90, 70, gpu=False),
-    Experiment("public_megakernel", 30, 30, cubins=True),
+    Experiment("step_breakdown", 90, 55, gpu=False),
+    Experiment("public_megakernel", 25, 20, cubins=True),
     Experiment("compaction", 20, 15, cubins=True),
     Experiment("marshaling", 20, 15),
-    Experiment("host_stall", 130, 70, kernels=True, pdl=True),
+    Experiment("host_stall", 110, 60, kernels=True, pdl=True),
 )  # fmt: skip
 
 

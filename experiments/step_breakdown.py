@@ -113,6 +113,10 @@ def traces(rival: Baseline, context: int, steps: int) -> dict[str, Any]:
     return out
 
 
+LEFT_OUT = ("drafter with full attention", "nothing replayed")
+"""Of a quick run's switches."""
+
+
 def switches(weights: Any, drafter: Drafter, args: Any) -> dict[str, dict[str, Any]]:
     """One hypothesis at a time."""
     ctx, steps = args.context + 80 * COMMITTED, 16  # two turns of the scheduler
@@ -135,6 +139,8 @@ def switches(weights: Any, drafter: Drafter, args: Any) -> dict[str, dict[str, A
     }
     out = {}
     for name, open_rival in cases.items():
+        if args.quick and name in LEFT_OUT:
+            continue
         rival = open_rival()
         row: dict[str, Any] = {"us": timed(rival, args.context, steps, 1)["us"]}
         row |= traces(rival, args.context, steps)
