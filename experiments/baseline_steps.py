@@ -139,10 +139,9 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def check_tokens(form: str, weights: Any, drafter: Any, args: Any) -> dict[str, Any]:
+def check_tokens(rival: Baseline, weights: Any, args: Any) -> dict[str, Any]:
     """What a rival writes behind the prompts, against fp32."""
     prompts = json.loads(PROMPTS.read_text())[: args.prompts]
-    rival = open_rival(form, setup_of(form, weights, drafter, context_of(args), args), args)
     differ, largest, steps, tokens, seconds, texts = 0, 0.0, 0, 0, 0.0, []
     for prompt in prompts:
         made = rival.generate(prompt, args.tokens)
@@ -168,8 +167,8 @@ def main() -> None:
     made.add_argument("--skip", nargs="+", default=[], choices=list(FORMS))
     made.add_argument("--rows", type=int, default=16)
     made.add_argument("--pdl", type=Path, help="kernels of our phases, built beforehand")
-    made.add_argument("--prompts", type=int, default=4)
-    made.add_argument("--tokens", type=int, default=96)
+    made.add_argument("--prompts", type=int, default=3)
+    made.add_argument("--tokens", type=int, default=64)
     made.add_argument("--steps", type=int, default=32)
     made.add_argument("--rounds", type=int, default=3)
     args = made.parse_args()
@@ -210,28 +209,26 @@ def measure(name: str, args: argparse.Namespace, failed: dict[str, str]) -> dict
     plain: list[list[int]] = []
     for form in args.forms:
         row: dict[str, Any] = {"steps": {}}
-        begun = time.perf_counter()
+        begun, rival = time.perf_counter(), None
         try:
+            options = setup_of(form, rounded, drafter, context_of(args), args)
+            rival = open_rival(form, options, args)
             if real:
-                row["text"] = check_tokens(form, rounded, drafter, args)
+                row["text"] = check_tokens(rival, rounded, args)
                 texts = row["text"].pop("texts")
                 plain = plain or texts
                 row["text"]["texts_as_plain"] = sum(a == b for a, b in zip(texts, plain))
-                forget()
+            rival.force(COMMITTED - 1)
             for context in args.contexts:
                 if FORMS[form][1]["attention"] == "sdpa" and context > MOST_SDPA:
                     continue
                 steps = 6 if form == "eager" else args.steps
-                options = setup_of(
-                    form, rounded, drafter, context_of(args), args, forced=COMMITTED - 1
-                )
-                rival = open_rival(form, options, args)
                 row["steps"][str(context)] = timed(rival, context, steps, args.rounds)
-                del rival
-                forget()
         except Exception as error:  # a compiler that is missing, a shape that does not fit
             failed[f"{name}, {form}"] = f"{type(error).__name__}: {error}"[:400]
             print(f"{name} {form}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
+        rival = None
+        forget()
         row["seconds"] = time.perf_counter() - begun
         if row["steps"]:
             out[form] = row

@@ -32,7 +32,7 @@ CHAIN = 7  # drafted positions of the shipped drafter
 POLICIES: dict[str, tuple[int, bool]] = {"plain": (0, False), "chain": (CHAIN, True)} | {
     f"tree, N = {rows}": (rows - 1, False) for rows in ROWS
 }  # budget, whether a chain
-CONTEXTS = (1024, 4096, 8192)  # of the break-even; random tokens
+CONTEXTS = (1024, 8192)  # of the break-even; random tokens
 DRAWS = 2000
 
 Answer = tuple[list[int], int, float]
@@ -181,7 +181,7 @@ def main() -> None:
     made = parser(__doc__, "chain_or_tree")
     made.add_argument("--device", default=default_device())
     made.add_argument("--model", default=DEFAULT_MODEL)
-    made.add_argument("--prompts", type=int, default=48, help="on a CPU 8")
+    made.add_argument("--prompts", type=int, default=40, help="on a CPU 8")
     made.add_argument("--tokens", type=int, default=96, help="on a CPU 48")
     made.add_argument("--rounds", type=int, default=2)
     made.add_argument("--contexts", nargs="*", type=int, default=list(CONTEXTS))
@@ -190,9 +190,9 @@ def main() -> None:
     if args.device == "cpu":
         args.prompts, args.tokens, args.contexts = min(args.prompts, 8), min(args.tokens, 48), []
     if args.quick:
-        few = (4, 32, 1) if args.device == "cpu" else (16, 48, 2)
+        few = (4, 32, 1) if args.device == "cpu" else (8, 48, 2)
         args.prompts, args.tokens, args.rounds = few
-        args.contexts = args.contexts[:1]
+        args.contexts = []
     prompts = list(CHAT_PROMPTS[: args.prompts])
     drafting = Policies(args, 1024)
     answered = rounds_of(drafting, prompts, args.tokens, args.rounds)

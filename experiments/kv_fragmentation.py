@@ -162,6 +162,7 @@ def read_all(
 def main() -> None:
     """Command line."""
     made = parser(__doc__, "kv_fragmentation")
+    made.add_argument("--models", nargs="+", default=["smollm2-135m", "llama-3.1-8b"])
     made.add_argument("--rows", type=int, default=16)
     made.add_argument("--cubins", type=Path, help="kernels of experiments.cubins, built beforehand")
     args = made.parse_args()
@@ -169,8 +170,8 @@ def main() -> None:
     folder = find(args.cubins, *ATTENTION[:3])
     cases: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}
-    for model in list(SHAPES)[:: 2 if args.quick else 1]:
-        for context in CONTEXTS:
+    for model in args.models[: 1 if args.quick else None]:
+        for context in CONTEXTS[:: 2 if args.quick else 1]:
             row = case(model, context, args.rows, 3 if args.quick else 5, folder)
             found = row.pop("figures").items()
             figures |= {f"{model} at {context}, {name}, us": f for name, f in found}

@@ -46,19 +46,23 @@ class Experiment:
     quick: tuple[str, ...] = ()
 
 
+FEW = (  # forms of a quick run: as it is commonly written, fused, with our phases, without a host
+    "graph_host_tree", "graph_host_tree, split-KV, fused", "graph_host_tree, our phases",
+    "graph_pdl",
+)  # fmt: skip
 # The headline figures first; last the one that keeps all cores busy, and would disturb the others.
 EXPERIMENTS = (
-    Experiment("baseline_steps", 130, 90, pdl=True,
-               quick=("--models", "smollm2-135m", "--skip", "plain")),
+    Experiment("baseline_steps", 120, 60, pdl=True, full=("--skip", "plain"),
+               quick=("--models", "smollm2-135m", "--forms", *FEW)),
     Experiment("context_sweep", 120, 50, kernels=True, pdl=True,
                quick=("--contexts", "1024", "16384", "--forms", "graph_host_tree", "graph_pdl")),
     Experiment("dram_trace", 90, 50, kernels=True, pdl=True, quick=("--models", "smollm2-135m")),
     Experiment("pdl_steps", 80, 40, kernels=True, cubins=True,
                quick=("--models", "smollm2-135m")),
-    Experiment("chain_or_tree", 80, 40, gpu=False, kernels=True),
-    Experiment("verify_attention", 140, 50, cubins=True),
-    Experiment("tree_build", 30, 20, gpu=False, cubins=True),
-    Experiment("kv_fragmentation", 45, 30, cubins=True),
+    Experiment("chain_or_tree", 60, 40, gpu=False, kernels=True),
+    Experiment("verify_attention", 90, 40, cubins=True),
+    Experiment("tree_build", 25, 20, gpu=False, cubins=True),
+    Experiment("kv_fragmentation", 35, 25, cubins=True),
     Experiment("step_breakdown", 90, 55, gpu=False),
     Experiment("public_megakernel", 25, 20, cubins=True),
     Experiment("compaction", 20, 15, cubins=True),

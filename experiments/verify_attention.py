@@ -16,6 +16,7 @@ left of a kernel's gain where a host's loop is around it; `ours`: the same loop 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,16 @@ from experiments.cubins import ATTENTION, PDL, TIMED, find
 from experiments.kv_fragmentation import COPIES, SHAPES, graphs_us, layer_us, read_all
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
-SCALAR = (16, 64)  # splits that are also timed value by value
+FEW_SPLITS = (16, 64)  # of a quick run, and of those value by value
 ROWS = {"smollm2-135m": (1, 16, 64), "llama-3.1-8b": (16,)}
 CONTEXTS = (4096, 16384, 65536)
 MOST_MASKED = 16384  # context up to which torch's attention is part of the steps
 OURS, SHORT = 16, 16  # rows of the decode form; positions of the shortest step
 
 
-def triton_us(model: str, rows: int, context: int, rounds: int) -> dict[str, list[float]]:
+def triton_us(
+    model: str, rows: int, context: int, rounds: int, every: Sequence[int]
+) -> dict[str, list[float]]:
     """us by kernel: torch's and split-KV."""
     from experiments.baselines.split_kv import SplitKv
 
@@ -57,8 +60,8 @@ def triton_us(model: str, rows: int, context: int, rounds: int) -> dict[str, lis
             masked(q, keys, values)
 
     works: dict[str, Any] = {"torch, masked": torch_s}
-    for splits in SPLITS:
-        for scalar in (False, True) if splits in SCALAR else (False,):
+    for splits in every:
+        for scalar in (False, True) if splits in FEW_SPLITS else (False,):
             kernel = SplitKv(rows, heads, kv_heads, d, device, splits=splits, scalar=scalar)
             name = f"{splits} splits" + (", value by value" if scalar else "")
             works[name] = partial(read_all, kernel, q, pool, tree, length, None)
@@ -110,9 +113,11 @@ def tree_us(model: str, rows: int, context: int, rounds: int, folder: Path) -> l
     return [(step_us(context) - step_us(SHORT)) / c.shape.layers for _ in range(rounds)]
 
 
-def layer(model: str, rows: int, context: int, rounds: int, folder: Path | None) -> dict[str, Any]:
+def layer(
+    model: str, rows: int, context: int, rounds: int, folder: Path | None, every: Sequence[int]
+) -> dict[str, Any]:
     """A row of the table, its figures with it."""
-    samples = triton_us(model, rows, context, rounds)
+    samples = triton_us(model, rows, context, rounds, every)
     forget()
     if folder is not None:
         samples |= ours_us(model, rows, context, rounds, folder)
@@ -144,7 +149,6 @@ def steps(
         "16 splits, value by value": (HostTree, dict(attention="triton", splits=16, scalar=True)),
         "16 splits": (HostTree, dict(attention="triton", splits=16)),
         "64 splits": (HostTree, dict(attention="triton", splits=64)),
-        "64 splits, value by value": (HostTree, dict(attention="triton", splits=64, scalar=True)),
         "64 splits, not captured": (Eager, dict(attention="triton", splits=64)),
     }
     if folder is not None:
@@ -180,7 +184,8 @@ def main() -> None:
     need_gpu("verify_attention", "Triton")
     quiet()
     folder = find(args.cubins, *ATTENTION, TIMED[0], PDL[0])
-    contexts = list(CONTEXTS[:2] if args.quick else CONTEXTS)
+    contexts = list(CONTEXTS[1:2] if args.quick else CONTEXTS)
+    every = FEW_SPLITS if args.quick else SPLITS
     shapes = {"smollm2-135m": (16,)} if args.quick else ROWS
     fields: dict[str, Any] = {"layer": [], "model": args.model, "steps": [], "figures": {}}
     # The steps first: they are what the claim is about.
@@ -194,7 +199,7 @@ def main() -> None:
     for model, every in shapes.items():
         for rows in every:
             for context in contexts if rows == OURS else contexts[::2]:
-                found = layer(model, rows, context, 3 if args.quick else 5, folder)
+                found = layer(model, rows, context, 3 if args.quick else 4, folder, every)
                 label = f"{model}, N = {rows} at {context}"
                 fields["figures"] |= {
                     f"{label}, {name}, us": f for name, f in found.pop("figures").items()
