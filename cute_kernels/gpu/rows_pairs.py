@@ -8,7 +8,7 @@ their sums, in steps of a few chunks: a step's weights of all these tiles lie in
 and its activations were loaded from L2 a step ago, straight into the mma's operands.
 
 More rows are further pairs: all sweep over a group of tiles before the next group comes, so that
-its weights are read from L2 again and not from HBM.
+its weights may still be in L2 (in wide models they are not: there 64 rows stream them twice).
 """
 
 import cutlass
@@ -99,6 +99,7 @@ def multiply_step(
                     for e in cutlass.range_constexpr(4):
                         sums[e0 + e] = chain[e]
         load_chunk(ahead, i, after + i * COLUMNS_BYTES, more)
+        cute.arch.sync_warp()  # else the compiler puts these loads behind the step's last mma
     return seen
 
 
