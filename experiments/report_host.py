@@ -23,6 +23,8 @@ def host_stall(r: Result) -> list[str]:
             ],
         ),
     ]
+    for form, source in r.get("sources", {}).items():
+        lines += ["", f"{form}: {source}"]
     ours = contenders.get("megakernel", {})
     if ours:
         worst = max(abs(1 - row["kept"]) for row in ours.values())

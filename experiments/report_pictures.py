@@ -211,13 +211,14 @@ def host_stall(r: Result) -> Any:
     figure, axes = picture("What is kept of the rate while the host is disturbed", "", "%")
     contenders = r["contenders"]
     kinds = [k for k in next(iter(contenders.values())) if k != "none"]
+    width = 0.8 / len(contenders)
     for i, (form, rows) in enumerate(contenders.items()):
-        x = [j + (i - (len(contenders) - 1) / 2) * 0.2 for j in range(len(kinds))]
+        x = [j + (i - (len(contenders) - 1) / 2) * width for j in range(len(kinds))]
         fill = "0.35" if form == "megakernel" else "white"
-        axes.bar(x, [100 * rows[k]["kept"] for k in kinds], 0.2, color=fill, edgecolor="black",
+        axes.bar(x, [100 * rows[k]["kept"] for k in kinds], width, color=fill, edgecolor="black",
                  hatch=HATCHES[i], label=form)  # fmt: skip
     axes.set_xticks(range(len(kinds)), kinds)
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

@@ -67,7 +67,7 @@ EXPERIMENTS = (
     Experiment("compaction", 20, 15, cubins=True),
     Experiment("marshaling", 20, 15),
     Experiment("step_breakdown", 90, 55, gpu=False),
-    Experiment("host_stall", 110, 60, kernels=True, pdl=True),
+    Experiment("host_stall", 125, 60, kernels=True, pdl=True),
 )  # fmt: skip
 
 

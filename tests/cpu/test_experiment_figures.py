@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from experiments import phase_slots, report_host, report_rivals
+from experiments import host_stall, phase_slots, report_host, report_rivals
 from experiments.dram_trace import summary
 from experiments.host_stall import WARM_STEPS, rates
 from experiments.pm_sampling import DRAM, Trace
@@ -35,6 +37,32 @@ def test_a_slow_device_shows_in_its_own_rate():
     fast, hung = (rates(s, s, [4] * 200) for s in (stamps, slow))
     assert hung["seconds"] == pytest.approx(fast["seconds"] + 0.04)
     assert hung["largest_step_us"] == pytest.approx(40_500)
+
+
+CHILD = """
+import json
+for form in ("first", "second"):
+    for turn in range(2):
+        print("ready " + form, flush=True)
+        input()
+        print("begun", flush=True)
+        if (form, turn) == ("second", 1):
+            raise SystemExit(1)
+        print(json.dumps(dict(tokens=100 - 60 * turn, seconds=1.0)), flush=True)
+"""
+
+
+def test_a_contender_that_dies_costs_no_other_s_figures(monkeypatch):
+    popen = subprocess.Popen
+    monkeypatch.setattr(host_stall, "DISTURBANCES", ("none", "held"))
+    monkeypatch.setattr(
+        host_stall.subprocess, "Popen", lambda words, **how: popen([sys.executable, "-c", CHILD],
+                                                                   **how)
+    )  # fmt: skip
+    kept, failed = {}, {}
+    host_stall.run(["first", "second"], [], 1, kept.__setitem__, failed)
+    assert list(kept) == ["first"] and kept["first"]["held"]["kept"] == pytest.approx(0.4)
+    assert "second" in failed and "first" not in failed
 
 
 def times_of(ctas=22, layers=2):
