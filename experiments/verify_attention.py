@@ -196,8 +196,8 @@ def main() -> None:
         f"a step of {row['case']} at {n}, us": figure(rounds, "host")
         for row in whole for n, rounds in row["rounds"].items()
     }  # fmt: skip
-    for model, every in shapes.items():
-        for rows in every:
+    for model, counts in shapes.items():
+        for rows in counts:
             for context in contexts if rows == OURS else contexts[::2]:
                 found = layer(model, rows, context, 3 if args.quick else 4, folder, every)
                 label = f"{model}, N = {rows} at {context}"
