@@ -99,6 +99,12 @@ def prefill_s(rival: Any, context: int) -> float:
     return time.perf_counter() - begun
 
 
+def only_this(rival: Any) -> None:
+    """Graphs of other contexts away, where they are for so many keys: they would be timed too."""
+    if rival.dynamic:
+        rival.force(rival.setup.forced)
+
+
 def continued(rival: Any, context: int, args: Any, rounds: int) -> dict[str, Any]:
     """A rival that continues the texts: us a step, tau, where the host's time goes."""
     texts = texts_of(context, rounds)
@@ -128,6 +134,7 @@ def rival_cases(
             prompts_s[context] = prefill_s(rival, context)
             print(f"a prompt of {context}: {prompts_s[context]:.2f} s", flush=True)
     for context in real:
+        only_this(rival)
         row = continued(rival, context, args, TEXTS * args.rounds)
         row |= {"form": form, "context": context, "acceptance": DRAFTER}
         keep(rates(row, row["tau"], prompts_s[context], args))
@@ -135,6 +142,7 @@ def rival_cases(
     if rest:
         rival.force(COMMITTED - 1)
     for context in rest:
+        only_this(rival)
         slow = FORMS[form][1]["attention"] == "sdpa" and context > 4096
         rounds = args.rounds if context <= LONG_CONTEXT else 1
         row = timed(rival, context, 8 if slow else args.steps, rounds)

@@ -1,6 +1,7 @@
 """Where a figure comes from: revision, machine, software, date. Every JSON result carries it."""
 
 import datetime
+import functools
 import os
 import pathlib
 import platform
@@ -8,6 +9,7 @@ import subprocess
 from typing import Any
 
 
+@functools.cache
 def _output(*command: str) -> str:
     try:
         done = subprocess.run(

@@ -63,10 +63,10 @@ EXPERIMENTS = (
     Experiment("verify_attention", 90, 40, cubins=True),
     Experiment("tree_build", 25, 20, gpu=False, cubins=True),
     Experiment("kv_fragmentation", 35, 25, cubins=True),
-    Experiment("step_breakdown", 90, 55, gpu=False),
     Experiment("public_megakernel", 25, 20, cubins=True),
     Experiment("compaction", 20, 15, cubins=True),
     Experiment("marshaling", 20, 15),
+    Experiment("step_breakdown", 90, 55, gpu=False),
     Experiment("host_stall", 110, 60, kernels=True, pdl=True),
 )  # fmt: skip
 

@@ -9,8 +9,8 @@ the CPU a launch is the work itself.) On the CPU device the engine's own stages 
 beside it.
 
 `switches`, on a GPU: one hypothesis at a time: the drafter with full attention in place of its
-window, the verify launched kernel by kernel in place of replayed, the same of the whole step, and a
-scheduler of the host that takes PAUSE_S every 8 steps. With CUPTI each has its traces, DRAM and in
+window, the verify launched kernel by kernel in place of replayed, and a scheduler of the host that
+takes PAUSE_S every TURN steps. With CUPTI each has its traces, DRAM and in
 a second pass the tensor pipe. A signature is `flat` where both lie under 1 % in most samples: that
 is what "basically idle all the time" looks like, and the figures say which hypotheses give it.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from experiments.baseline_steps import COMMITTED, FORMS, forget, replay_us, setup_of, timed
-from experiments.baselines import Baseline, Eager, HostTree, Setup, make
+from experiments.baselines import TURN, Baseline, HostTree, Setup, make
 from experiments.baselines.models import OnDevice, open_model
 from experiments.common import default_device, figure, parser, quiet, save
 from megadecode.drafter.config import FULL
@@ -113,13 +113,13 @@ def traces(rival: Baseline, context: int, steps: int) -> dict[str, Any]:
     return out
 
 
-LEFT_OUT = ("drafter with full attention", "nothing replayed")
+LEFT_OUT = "drafter with full attention"
 """Of a quick run's switches."""
 
 
 def switches(weights: Any, drafter: Drafter, args: Any) -> dict[str, dict[str, Any]]:
     """One hypothesis at a time."""
-    ctx, steps = args.context + 80 * COMMITTED, 16  # two turns of the scheduler
+    ctx, steps = args.context + 80 * COMMITTED, TURN
 
     def base(kind: type[HostTree], draft: Drafter = drafter) -> HostTree:
         setup = setup_of("graph_host_tree, split-KV", weights, draft, ctx, args, forced=0)
@@ -134,12 +134,11 @@ def switches(weights: Any, drafter: Drafter, args: Any) -> dict[str, dict[str, A
         "as it is": lambda: base(HostTree),
         "drafter with full attention": lambda: base(HostTree, full_attention(drafter)),
         "verify not replayed": lambda: base(EagerVerify),
-        "nothing replayed": lambda: base(Eager),
-        f"host scheduling: {PAUSE_S * 1e3:.0f} ms every 8 steps": scheduled,
+        f"host scheduling: {PAUSE_S * 1e3:.0f} ms every {TURN} steps": scheduled,
     }
     out = {}
     for name, open_rival in cases.items():
-        if args.quick and name in LEFT_OUT:
+        if args.quick and name == LEFT_OUT:
             continue
         rival = open_rival()
         row: dict[str, Any] = {"us": timed(rival, args.context, steps, 1)["us"]}

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from experiments.baselines.attention import STRETCH, Attention, make_attention
 from experiments.baselines.network import Draft, Target
@@ -265,8 +264,11 @@ class _Causal:
         k, v = (
             x[:, None, :end].expand(-1, group, -1, -1).flatten(0, 1)[None] for x in (keys, values)
         )
-        # Not a mask of numbers: the fast kernels know this one.
-        mask = causal_lower_right(rows, end) if self.past else None
+        mask = None
+        if self.past:  # not a mask of numbers: the fast kernels know this one
+            from torch.nn.attention.bias import causal_lower_right  # takes seconds to import
+
+            mask = causal_lower_right(rows, end)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None
         )

@@ -44,8 +44,10 @@ def test_kernel_builds(name, arch, service, cache):
     lines = a.ptx.splitlines()
     copies = [i for i, line in enumerate(lines) if "cp.async.bulk.shared" in line]
     assert len(copies) >= 3  # the first phase's, before the gate; the others'; KV blocks
-    for at in copies:  # by one elected lane: 32 of them would over-complete the barrier
-        before = lines[at - 30 : at]
+    # by one elected lane, since 32 of them would over-complete the barrier; of pieces, as many
+    # lanes as the elected one has announced
+    for at in copies:
+        before = lines[at - 40 : at]
         elected = [i for i, line in enumerate(before) if "elect.sync" in line]
         assert elected
         assert any("bra" in line for line in before[elected[-1] :])

@@ -33,7 +33,7 @@ def test_decode_steps(kernel, rows):
     assert not [name for name, value in r.items() if value is False]
 
 
-@pytest.mark.parametrize(("rows", "committed"), [(17, 0), (40, 70)])
+@pytest.mark.parametrize(("rows", "committed"), [(17, 0), (40, 70), (66, 3)])
 def test_a_tree_in_row_form_is_the_tree_in_decode_form(kernel, rows, committed):
     from tests.gpu.check_rows import check_tree
 
