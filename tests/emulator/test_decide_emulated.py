@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 
 from tests.emulator.kernel import TINY, EmulatedKernel, pretend
-from tests.gpu.test_decide import FILTERS, bias_of, compare, record, rows_of
+from tests.gpu.test_decide import (
+    FILTERS,
+    WIDE,
+    bias_of,
+    compare,
+    misleading_rows,
+    record,
+    rows_of,
+)
 
 pytestmark = pytest.mark.slow
 VOCABULARIES = {"narrow": 5003, "wide": 20012}
-WIDE = [
-    dict(top_k=150), dict(top_k=700), dict(top_k=5000), dict(top_p=0.5), dict(top_p=0.99),
-    dict(top_k=5000, top_p=0.7), dict(top_k=3000, min_p=0.01), dict(top_p=1 - 1e-6),
-]  # fmt: skip
-"""What many tokens are left by."""
 
 
 @pytest.fixture
@@ -54,9 +57,11 @@ def test_tokens_are_the_cpu_devices(rig_of, form, temperature):
 @pytest.mark.parametrize("case", range(len(WIDE)))
 @pytest.mark.parametrize("form", TINY)
 def test_wide_prefixes(rig_of, form, case):
-    """Of rows of all kinds, whose ends a sample finds or misses."""
+    """Of rows of all kinds: ends that a sample finds, and ends that it cannot know of."""
     rng = np.random.default_rng(case)
-    for temperature in (0.7, 1, 3):
-        rows = rows_of(VOCABULARIES[form], rng)
-        values = dict(temperature=temperature) | WIDE[case]
-        compare(rig_of(form), rows, record(case, {}, **values), rng.integers(1, 2**17, 10))
+    for make in (rows_of, misleading_rows):
+        for temperature in (0.7, 3):
+            rows = make(VOCABULARIES[form], rng)
+            values = dict(temperature=temperature) | WIDE[case]
+            params = record(case, {}, logprobs=5, **values)
+            compare(rig_of(form), rows, params, rng.integers(1, 2**17, 10))

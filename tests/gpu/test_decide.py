@@ -49,6 +49,36 @@ def rows_of(vocab, rng):
     return z.astype(np.float32)
 
 
+def misleading_rows(vocab, rng):
+    """fp32 [10, vocab] in which the vectors that prefix.py samples say nothing of the others: they
+    are lower, higher, -inf, spread where the others are equal, the lowest finite value, apart in
+    the last bits, one of two values either way round, at the ends of fp32, far below."""
+    vectors = -(-vocab // 4)
+    i = np.arange(-(-vectors // 16))
+    at = (16 * i + (5 * i & 15))[:, None] * 4 + np.arange(4)
+    seen = np.zeros(vocab, bool)
+    seen[at[at < vocab]] = True
+    z = rng.standard_normal((10, vocab)) * 2
+    z[0, seen] -= 8
+    z[1, seen] += 5
+    z[2, seen] = -np.inf
+    z[3, ~seen] = -5
+    z[4, seen] = np.finfo(np.float32).min
+    z[5] = np.where(seen, 1, 1 - 1e-6 * rng.random(vocab))
+    z[6] = np.where(seen, 2.25, 2.5)
+    z[7] = np.where(seen, 2.5, 2.25)
+    z[8] = np.where(seen, 3e38, -3e38)
+    z[9] = np.where(seen, -50, rng.standard_normal(vocab) * 1e-3)
+    return z.astype(np.float32)
+
+
+WIDE = [
+    dict(top_k=150), dict(top_k=700), dict(top_k=5000), dict(top_p=0.5), dict(top_p=0.97),
+    dict(top_k=5000, top_p=0.7), dict(top_k=3000, min_p=0.01), dict(top_p=1 - 1e-6),
+]  # fmt: skip
+"""What leaves many tokens."""
+
+
 def bias_of(row, kind, rng):
     """Pairs of a request; kinds: none, few, many, against the likeliest."""
     vocab = row.size
@@ -120,6 +150,18 @@ def test_tokens_are_the_cpu_devices(rig_of, model, temperature):
             top_p=top_p, min_p=min_p, logprobs=(0, 1, 5, 20)[case // 4 % 4],
         )  # fmt: skip
         compare(rig, rows, params, rng.integers(1, 2**17, 10))
+
+
+@pytest.mark.parametrize("case", range(len(WIDE)))
+@pytest.mark.parametrize("model", VOCABULARIES)
+def test_wide_prefixes(rig_of, model, case):
+    """Of rows of all kinds: ends that a sample finds, and ends that it cannot know of."""
+    rig, rng = rig_of(model), np.random.default_rng(case)
+    for make in (rows_of, misleading_rows):
+        for temperature in (0.7, 3):
+            rows = make(VOCABULARIES[model], rng)
+            values = dict(temperature=temperature) | WIDE[case]
+            compare(rig, rows, record(case, {}, logprobs=5, **values), rng.integers(1, 2**17, 10))
 
 
 @pytest.mark.parametrize("model", VOCABULARIES)
