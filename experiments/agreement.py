@@ -4,7 +4,8 @@
 
 Every result file names its figures, each with a spread: what another run's value may differ by
 (`common.figure`). Compared are the figures that both folders have; one agrees where the values
-differ by no more than the larger of both spreads. Exit code 1 if one does not.
+differ by no more than the larger of both spreads, as the runs stated them. Exit code 1 if one does
+not.
 """
 
 from __future__ import annotations
@@ -14,24 +15,42 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.common import RESULTS
+from experiments.common import FLOORS, RESULTS
 from experiments.provenance import provenance
 
 Result = dict[str, Any]
 
 
+def kind_of(*figures: dict[str, Any]) -> str:
+    """Of a figure that is in both runs. Results before the field `kind` came: a time of which 10 %
+    or more is stated in both was one of the host's."""
+    if "kind" in figures[0]:
+        return str(figures[0]["kind"])
+    least = min(f["spread"] / abs(f["value"]) if f["value"] else 0.0 for f in figures)
+    return "host" if least > 0.0999 else "device"
+
+
 def compared(a: Result, b: Result) -> dict[str, Any]:
-    """Of two results of one experiment: every figure's two values and its spread; names of those
-    that differ by more; names that only one has."""
+    """Of two results of one experiment: every figure's two values, its stated spread and its kind;
+    names of those that differ by more; of those that would if today's FLOORS had been stated; of
+    those that only one has."""
     ours, theirs = a["figures"], b["figures"]
     rows = {
         name: [ours[name]["value"], theirs[name]["value"],
-               max(ours[name]["spread"], theirs[name]["spread"])]
+               max(ours[name]["spread"], theirs[name]["spread"]),
+               kind_of(ours[name], theirs[name])]
         for name in ours if name in theirs
     }  # fmt: skip
+    outside = [name for name, (x, y, spread, _) in rows.items() if abs(x - y) > spread]
     return {
         "figures": rows,
-        "outside": [name for name, (x, y, spread) in rows.items() if abs(x - y) > spread],
+        "outside": outside,
+        "outside of today's floors": [
+            name
+            for name in outside
+            if abs(rows[name][0] - rows[name][1])
+            > FLOORS.get(rows[name][3], 0.0) * max(abs(rows[name][0]), abs(rows[name][1]))
+        ],
         "in one only": sorted(set(ours) ^ set(theirs)),
     }
 
@@ -70,7 +89,7 @@ def line(name: str, c: dict[str, Any]) -> str:
     n, out = len(c["figures"]), c["outside"]
     parts = [f"{name:18s} {n - len(out)} of {n} within the stated spread"]
     for which in out:
-        x, y, spread = c["figures"][which]
+        x, y, spread, _ = c["figures"][which]
         parts.append(f"  {which}: {x:.4g} and {y:.4g}, stated {spread:.2g}")
     return "\n".join(parts)
 

@@ -20,6 +20,7 @@ from experiments.report_rivals import (
     public_megakernel,
     table,
 )
+from experiments.report_sections import read, where
 
 
 def tree_build(r: Result) -> list[str]:
@@ -123,12 +124,28 @@ def kv_fragmentation(r: Result) -> list[str]:
     ]
 
 
-def _verify_layers(r: Result) -> list[str]:
+def _with_splits(r: Result, other: Result | None) -> list[Result]:
+    """The cases of layers; the rivals' numbers of splits that they lack from another run's file."""
+    if other is None:
+        return list(r["layer"])
+    place = {(c["model"], c["rows"], c["context"]): c["us"] for c in other["layer"]}
+    out = []
+    for c in r["layer"]:
+        more = place.get((c["model"], c["rows"], c["context"]), {})
+        us = {n: us for n, us in more.items() if not n.startswith("ours")} | c["us"]
+        rivals = [n for n in us if not n.startswith("ours")]
+        order = sorted(rivals, key=lambda n: int(n.split()[0]) if n[0].isdigit() else 0)
+        own = [n for n in us if n not in rivals]
+        out.append(c | {"us": {n: us[n] for n in (*order, *own)}})
+    return out
+
+
+def _verify_layers(layer: list[Result]) -> list[str]:
     """The table of layers, split where cases have other columns, and who is ahead."""
     lines: list[str] = []
     lost = []
-    for rows in dict.fromkeys(c["rows"] for c in r["layer"]):
-        cases = [c for c in r["layer"] if c["rows"] == rows]
+    for rows in dict.fromkeys(c["rows"] for c in layer):
+        cases = [c for c in layer if c["rows"] == rows]
         names = list(dict.fromkeys(n for c in cases for n in c["us"]))
         lines += [
             "",
@@ -170,6 +187,8 @@ def _own_share(r: Result, by: Result) -> str:
 
 
 def verify_attention(r: Result) -> list[str]:
+    lacks = any("2 splits" not in c["us"] for c in r["layer"])
+    other = read("verify_attention_splits") if lacks else None
     contexts = list(dict.fromkeys(n for row in r["steps"] for n in row["us"]))
     by = {row["case"]: row["us"] for row in r["steps"]}
 
@@ -205,7 +224,16 @@ def verify_attention(r: Result) -> list[str]:
         "One layer's attention of N tree rows alone, us: torch's with a mask, split-KV in Triton "
         "by number of splits and width of loads, and ours by splits (a hand-off between layers is "
         "in its figures; it cannot have more splits than fit the SMs, and no narrow loads).",
-        *_verify_layers(r),
+        *_verify_layers(_with_splits(r, other)),
+        *(
+            [
+                "",
+                "Triton's columns that this run lacked come from another one "
+                f"({where(other)}); its kernels have not changed since.",
+            ]
+            if other is not None
+            else []
+        ),
     ]  # fmt: skip
 
 

@@ -175,6 +175,18 @@ def steps(
     return out
 
 
+def layer_cases(quick: bool) -> list[tuple[str, int, int, Sequence[int]]]:
+    """Model, rows, context, numbers of splits."""
+    if quick:
+        return [("smollm2-135m", OURS, CONTEXTS[1], FEW_SPLITS)]
+    return [
+        (model, rows, context, SPLITS)
+        for model, counts in ROWS.items()
+        for rows in counts
+        for context in (CONTEXTS if rows == OURS else CONTEXTS[::2])
+    ]
+
+
 def main() -> None:
     """Command line."""
     made = parser(__doc__, "verify_attention")
@@ -185,8 +197,6 @@ def main() -> None:
     quiet()
     folder = find(args.cubins, *ATTENTION, TIMED[0], PDL[0])
     contexts = list(CONTEXTS[1:2] if args.quick else CONTEXTS)
-    every = FEW_SPLITS if args.quick else SPLITS
-    shapes = {"smollm2-135m": (16,)} if args.quick else ROWS
     fields: dict[str, Any] = {"layer": [], "model": args.model, "steps": [], "figures": {}}
     # The steps first: they are what the claim is about.
     whole = fields["steps"] = steps(
@@ -196,19 +206,16 @@ def main() -> None:
         f"a step of {row['case']} at {n}, us": figure(rounds, "host")
         for row in whole for n, rounds in row["rounds"].items()
     }  # fmt: skip
-    for model, every in shapes.items():
-        for rows in every:
-            for context in contexts if rows == OURS else contexts[::2]:
-                found = layer(model, rows, context, 3 if args.quick else 4, folder, every)
-                label = f"{model}, N = {rows} at {context}"
-                fields["figures"] |= {
-                    f"{label}, {name}, us": f for name, f in found.pop("figures").items()
-                }
-                fields["layer"].append(found)
-                cells = "  ".join(f"{k}: {v:.1f}" for k, v in found["us"].items())
-                print(f"{label}: {cells}", flush=True)
-                forget()
+    for model, rows, context, splits in layer_cases(args.quick):
+        found = layer(model, rows, context, 3 if args.quick else 4, folder, splits)
+        label = f"{model}, N = {rows} at {context}"
+        named = found.pop("figures").items()
+        fields["figures"] |= {f"{label}, {name}, us": f for name, f in named}
+        fields["layer"].append(found)
+        cells = "  ".join(f"{k}: {v:.1f}" for k, v in found["us"].items())
+        print(f"{label}: {cells}", flush=True)
         save("verify_attention", args.json, "cuda", fields, args.quick)
+        forget()
 
 
 if __name__ == "__main__":

@@ -8,20 +8,22 @@ import time
 import pytest
 
 from experiments import agreement, run_all
-from experiments.common import MANY, figure
+from experiments.common import FLOORS, MANY, figure
 
 
 def test_a_spread_is_the_rounds_range_and_at_least_the_floor():
-    assert figure([100.0, 110.0, 104.0]) == dict(value=104.0, least=100.0, most=110.0, spread=10.0)
-    assert figure([100.0, 100.0])["spread"] == pytest.approx(3.0)
-    assert figure([100.0, 100.0], "host")["spread"] == pytest.approx(10.0)
+    found = figure([100.0, 110.0, 104.0])
+    assert found == dict(value=104.0, least=100.0, most=110.0, spread=10.0, kind="device")
+    assert figure([100.0, 100.0])["spread"] == pytest.approx(100 * FLOORS["device"])
+    assert figure([100.0, 100.0], "host")["spread"] == pytest.approx(100 * FLOORS["host"])
     assert figure([0.5, 0.5], "share")["spread"] == pytest.approx(0.02)
 
 
 def test_many_samples_are_five_rounds_so_that_one_of_them_says_little():
     samples = [1.0] * (5 * MANY)
     samples[7] = 1000.0
-    assert figure(samples) == dict(value=1.0, least=1.0, most=1.0, spread=0.03)
+    found = figure(samples)
+    assert (found["least"], found["most"], found["spread"]) == (1.0, 1.0, FLOORS["device"])
 
 
 def folder_of(path, **experiments):
@@ -36,16 +38,17 @@ def folder_of(path, **experiments):
 
 def test_two_runs_agree_where_every_figure_lies_within_its_spread(tmp_path, monkeypatch, capsys):
     a = folder_of(tmp_path / "a", steps={"x": [100, 104], "y": [10, 10], "z": [1]}, alone={})
-    b = folder_of(tmp_path / "b", steps={"x": [105, 106], "y": [10.5, 10.5]})
+    b = folder_of(tmp_path / "b", steps={"x": [105, 106], "y": [11.5, 11.5]})
     out = tmp_path / "agreement.json"
     monkeypatch.setattr(sys, "argv", ["agreement", str(a), str(b), "--json", str(out)])
     with pytest.raises(SystemExit) as left:
         agreement.main()
     assert left.value.code == 1
     said = capsys.readouterr().out
-    assert "1 of 2 within the stated spread" in said and "y: 10 and 10.5, stated 0.32" in said
+    assert "1 of 2 within the stated spread" in said and "y: 10 and 11.5, stated 0.86" in said
     found = json.loads(out.read_text())
     assert found["experiments"]["steps"]["outside"] == ["y"]
+    assert found["experiments"]["steps"]["outside of today's floors"] == ["y"]
     assert found["experiments"]["steps"]["in one only"] == ["z"]
     assert found["in one folder only"] == ["alone"]
 
@@ -100,3 +103,12 @@ def test_a_run_of_some_keeps_the_times_of_the_others(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="marshaling: exit 1"):
         call(*words, "marshaling")
     assert json.loads((tmp_path / "run_quick.json").read_text())["failed"]["marshaling"]
+
+
+def test_results_without_a_kind_are_judged_by_what_they_stated():
+    tight, wide = (dict(value=100.0, spread=spread) for spread in (3.0, 10.0))
+    assert agreement.kind_of(tight, tight) == "device" == agreement.kind_of(tight, wide)
+    assert agreement.kind_of(wide, wide) == "host"
+    a, b = ({"figures": {"x": dict(value=v, spread=10.0)}} for v in (100.0, 130.0))
+    found = agreement.compared(a, b)
+    assert found["outside"] == ["x"] and found["outside of today's floors"] == []

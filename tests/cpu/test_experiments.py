@@ -47,3 +47,12 @@ def test_run_all_names_what_it_leaves_out(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "dram_trace is not run: it needs an NVIDIA GPU" in said
     assert "pdl_steps is not run: it needs an NVIDIA GPU" in said
+
+
+def test_a_full_run_times_every_number_of_splits():
+    from experiments import verify_attention as v
+
+    cases = v.layer_cases(quick=False)
+    assert all(tuple(splits) == (1, 2, 4, 8, 16, 32, 64, 128) for _, _, _, splits in cases)
+    assert {rows for _, rows, _, _ in cases} == {1, 16, 64}
+    assert {context for _, _, context, _ in cases} == {4096, 16384, 65536}
