@@ -51,12 +51,8 @@ def figure(
         rounds = [statistics.median(samples[i * n // 5 : (i + 1) * n // 5]) for i in range(5)]
     low, high = min(rounds), max(rounds)
     least = SHARE if kind == "share" else FLOORS[kind] * abs(value)
-    return {
-        "value": value,
-        "least": low,
-        "most": high,
-        "spread": max(high - low, least, resolution),
-    }
+    spread = max(high - low, least, resolution)
+    return {"value": value, "least": low, "most": high, "spread": spread, "kind": kind}
 
 
 def parser(doc: str | None, name: str) -> argparse.ArgumentParser:

@@ -109,6 +109,6 @@ def test_results_without_a_kind_are_judged_by_what_they_stated():
     tight, wide = (dict(value=100.0, spread=spread) for spread in (3.0, 10.0))
     assert agreement.kind_of(tight, tight) == "device" == agreement.kind_of(tight, wide)
     assert agreement.kind_of(wide, wide) == "host"
-    a, b = ({"figures": {"x": dict(value=v, spread=10.0)}} for v in (100.0, 130.0))
+    a, b = ({"figures": {"x": dict(value=v, spread=v / 10)}} for v in (100.0, 130.0))
     found = agreement.compared(a, b)
     assert found["outside"] == ["x"] and found["outside of today's floors"] == []
