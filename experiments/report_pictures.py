@@ -30,9 +30,11 @@ def baseline_steps(r: Result) -> Any:
     model, forms = next(iter(r["models"].items()))
     at = next(iter(next(iter(forms.values()))["steps"]))
     shown = {form: row["steps"][at] for form, row in forms.items() if at in row["steps"]}
+    eager = shown.pop("eager", None)  # would leave no room for the others
+    left_out = f"eager, {eager['us'] / 1e3:.0f} ms, left out" if eager else ""
     figure, axes = picture(
-        f"Fusing moves more than the host: {model}, {r['rows']} rows at {at} positions",
-        "us per step", "", (7.2, 3.4),
+        f"Fusing moves more than the host: {model}, N = {r['rows']} at {at}",
+        f"us per step; {left_out}" if left_out else "us per step", "", (7.2, 3.4),
     )  # fmt: skip
     names = list(shown)[::-1]
     total = [shown[n]["us"] for n in names]
@@ -165,7 +167,7 @@ def verify_attention(r: Result) -> Any:
     contexts = sorted({int(n) for row in r["steps"] for n in row["us"]})
     axes.set_xticks(contexts, [str(n) for n in contexts])
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
