@@ -75,8 +75,13 @@ def _dram(r: Result) -> list[str]:
 
 
 def _stall(r: Result) -> list[str]:
-    kept = {form: row["frozen"]["kept"] for form, row in r["contenders"].items()}
-    cells = ", ".join(f"{form} {share:.1%}" for form, share in kept.items())
+    other = r.get("revisions", {})  # of contenders that another run's figures stand for
+    cells = ", ".join(
+        f"{form} {rows['frozen']['kept']:.1%}"
+        + (f" (revision {other[form]})" if other.get(form, r["revision"]) != r["revision"] else "")
+        for form, rows in r["contenders"].items()
+        if form in (OURS, PDL, HOST)
+    )
     return [
         f"- Rate kept while the host is stopped half of the time: {cells} ({where(r)}; "
         "`python -m experiments.host_stall`)."
@@ -118,13 +123,13 @@ def losses(found: Steps) -> list[str]:
     if r := read("gpu_speculation"):
         tables = {f"{m}": t["contexts"] for m, t in r["models"].items()}
         more = [
-            f"{model} {rows['32']['step_us'] / rows['16']['step_us']:.1f}x"
+            f"{rows['32']['step_us'] / rows['16']['step_us']:.1f} ({model})"
             for model, contexts in tables.items()
             for rows in list(contexts.values())[:1]
             if "32" in rows and "16" in rows
         ]
         if more:
-            out.append(f"a step of 32 rows takes much longer than one of 16 ({', '.join(more)})")
+            out.append(f"a step of 32 rows lasts as long as {', '.join(more)} of 16 rows")
     if (r := read("dram_trace")) and OURS in r["models"].get("smollm2-135m", {}):
         share = r["models"]["smollm2-135m"][OURS]["dram"]["of_the_stream"]
         out.append(f"SmolLM2 keeps DRAM at {share:.0%} of the stream: its phases are too short")
