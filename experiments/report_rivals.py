@@ -148,8 +148,8 @@ def whole_steps(r: Result) -> list[str]:
     return [
         "",
         f"A whole speculative step of {r['rows']} rows, drafter, tree and walk included, us; "
-        "acceptance scripted on both sides; the graph's trees, of random keys, are shallower, so that "
-        "it commits fewer tokens a step, which can only favour its time. "
+        "acceptance scripted on both sides; the graph's trees, of random keys, are shallower, so "
+        "that it commits fewer tokens a step, which can only favour its time. "
         f"{'; '.join(said)}.",
         "",
         *table(
