@@ -9,6 +9,7 @@ where the DSL is not installed.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import subprocess
 import sys
@@ -75,5 +76,16 @@ def find(folder: Path | None, *names: str) -> Path | None:
     return place()
 
 
+def main() -> None:
+    """Command line."""
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    made.add_argument("folder", type=Path)
+    made.add_argument("names", nargs="*", help=f"of {', '.join(ALL)}; without, all")
+    args = made.parse_args()
+    if unknown := [name for name in args.names if name.split("-")[0] not in BUILDERS]:
+        made.error(f"no such kernel: {', '.join(unknown)}")
+    build(args.folder.resolve(), args.names or ALL)
+
+
 if __name__ == "__main__":
-    build(Path(sys.argv[1]).resolve(), sys.argv[2:] or ALL)
+    main()

@@ -66,7 +66,8 @@ def test_trees_of_any_size_change_nothing(budget, block):
     with scripted(config, budget=budget) as speculating:
         play(speculating, jobs_script(block))
         accepted = check_jobs(speculating)
-        assert max(map(len, accepted)) > 2
+        if budget != "auto":  # how much it drafts: test_speculation_cases, with step times given
+            assert max(map(len, accepted)) > 2
         check_all_returned(speculating)
 
 
