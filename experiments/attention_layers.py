@@ -15,11 +15,11 @@ while the ring starves.
 import json
 import pathlib
 import statistics
-import sys
 
 import torch
 
 from cute_kernels.gpu.load import Kernel
+from experiments.common import of_kernels
 from experiments.provenance import provenance
 from tests.gpu.attention_case import Case, chain
 from tests.gpu.attention_kernels import ALL, FIGURES, FLIGHTS, LAYERS, TIMED
@@ -111,4 +111,5 @@ def main(folder: pathlib.Path, target: pathlib.Path, models: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3:] or list(FIGURES))
+    asked = of_kernels(__doc__, "attention_layers", "names")
+    main(asked.folder, asked.result, asked.names or list(FIGURES))

@@ -87,6 +87,21 @@ def need_gpu(name: str, also: str = "") -> None:
         raise SystemExit(f"{name} measures an NVIDIA GPU; torch sees none here.{more}")
 
 
+def of_kernels(doc: str | None, name: str, *more: str) -> argparse.Namespace:
+    """The arguments of a script that times kernels out of a folder: folder, result, and lists with
+    the names in `more` (empty: all). Leaves where there is no GPU."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("folder", type=Path, help="kernels, built beforehand")
+    made.add_argument("result", type=Path, help="the file to write")
+    for argument in more:
+        made.add_argument(argument, nargs="*", help="which of them; by default all")
+    args = made.parse_args()
+    need_gpu(name)
+    return args
+
+
 def quiet() -> None:
     """Silence the warnings of libraries that a table should not be cut by."""
     warnings.filterwarnings("ignore", message="To copy construct from a tensor")

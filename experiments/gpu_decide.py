@@ -13,13 +13,13 @@ import itertools
 import json
 import pathlib
 import statistics
-import sys
 
 import numpy as np
 import torch
 
 from cute_kernels.gpu.config import product
 from cute_kernels.gpu.load import Kernel
+from experiments.common import of_kernels
 from experiments.provenance import provenance
 from host.wire import SAMPLING
 from tests.gpu.decide_rig import Rig
@@ -80,4 +80,5 @@ def main(folder: pathlib.Path, target: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
+    asked = of_kernels(__doc__, "gpu_decide")
+    main(asked.folder, asked.result)

@@ -9,13 +9,14 @@ tiles, the mean and the longest wait for activations, product with its own tiles
 stands before `o`.
 """
 
+import argparse
 import pathlib
-import sys
 
 import torch
 
 from cute_kernels.gpu.config import LAYER_KINDS
 from cute_kernels.gpu.load import Kernel
+from experiments.common import need_gpu
 from tests.gpu.check_draft import ACCEPTED, drafters
 from tests.gpu.draft_case import DraftCase
 from tests.gpu.kernels import drafting_timed
@@ -59,5 +60,12 @@ def main(folder: pathlib.Path, positions: int) -> None:
 
 
 if __name__ == "__main__":
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("folder", type=pathlib.Path, help="kernels, built beforehand")
+    made.add_argument("positions", type=int, nargs="?", default=1000)
+    asked = made.parse_args()
+    need_gpu("gpu_draft_phases")
     torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1000)
+    main(asked.folder, asked.positions)

@@ -14,13 +14,13 @@ import functools
 import json
 import pathlib
 import statistics
-import sys
 
 import torch
 
 from cute_kernels.gpu.config import SHAPES, product
 from cute_kernels.gpu.load import Kernel
 from cute_kernels.gpu.prompt_plan import PARTS
+from experiments.common import of_kernels
 from experiments.provenance import provenance
 from tests.gpu.prompt_case import Model, PromptCase
 
@@ -94,5 +94,6 @@ def main(folder: pathlib.Path, target: pathlib.Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    asked = of_kernels(__doc__, "gpu_prompt", "names")
     torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
-    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3:])
+    main(asked.folder, asked.result, asked.names)

@@ -8,7 +8,7 @@ its service warp, which takes the steps from a list; weights are packed as the e
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,4 +111,6 @@ def read_through(
 
 
 if __name__ == "__main__":
-    build.build_kernel(product("smollm2-135m"), "script", Path(sys.argv[1]))
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    made.add_argument("folder", type=Path, help="where SmolLM2's kernel goes")
+    build.build_kernel(product("smollm2-135m"), "script", made.parse_args().folder)

@@ -12,7 +12,6 @@ position on.
 import json
 import pathlib
 import statistics
-import sys
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from cute_kernels.gpu.config import Config
 from cute_kernels.gpu.load import Kernel
 from cute_kernels.gpu.script import decode_step
 from cute_kernels.gpu.tiles import step_bytes
-from experiments.common import figure
+from experiments.common import figure, of_kernels
 from experiments.provenance import provenance
 from tests.gpu.kernels import timed
 from tests.gpu.model import Context, Model
@@ -97,5 +96,6 @@ def main(folder: pathlib.Path, target: pathlib.Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    asked = of_kernels(__doc__, "gpu_steps", "names")
     torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
-    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3:])
+    main(asked.folder, asked.result, asked.names)

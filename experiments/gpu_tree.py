@@ -11,13 +11,13 @@ CTA that takes longest; a launch runs the code once, as a step does.
 import json
 import pathlib
 import statistics
-import sys
 
 import numpy as np
 import torch
 
 from cute_kernels.gpu.config import product
 from cute_kernels.gpu.load import Kernel
+from experiments.common import of_kernels
 from experiments.provenance import provenance
 from tests.gpu.speculate_case import Step
 from tests.gpu.speculate_rig import Pool, Rig
@@ -98,4 +98,5 @@ def main(folder: pathlib.Path, target: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
+    asked = of_kernels(__doc__, "gpu_tree")
+    main(asked.folder, asked.result)

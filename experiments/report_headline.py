@@ -71,6 +71,8 @@ def _dram(r: Result) -> list[str]:
     line = f"- DRAM, llama-3.1-8b at {r['context']} positions: {said(contenders[OURS])}"
     if HOST in contenders:
         line += f"; the host's loop: {said(contenders[HOST])}"
+    if PDL not in contenders:
+        line += "; graph_pdl was not traced at this model"
     return [f"{line} ({where(r)}; `python -m experiments.dram_trace`)."]
 
 
@@ -149,6 +151,28 @@ def losses(found: Steps) -> list[str]:
             said = f", the rivals' torch {min(rivals):.1f} s" if rivals else ""
             if not rivals or min(rivals) < own:
                 out.append(f"a prompt of {last} tokens takes {own:.1f} s{said}")
+        out += sweep_losses(r)
+    return out
+
+
+def sweep_losses(r: Result) -> list[str]:
+    """Against graph_pdl in tokens a second: where the drafter's own acceptance makes the least of
+    the step's lead, and what a long prompt leaves of it."""
+    cases = {(c["form"], c["context"]): c for c in r["cases"]}
+    both = [(cases[OURS, n], c) for (form, n), c in cases.items()
+            if form == PDL and (OURS, n) in cases]  # fmt: skip
+    out = []
+    own = [(a, b) for a, b in both if a["acceptance"] == "drafter"]
+    if own:
+        a, b = min(own, key=lambda pair: pair[0]["tok_s"] / pair[1]["tok_s"])
+        out.append(
+            f"on texts of its own the lead over graph_pdl in tok/s falls to "
+            f"{a['tok_s'] / b['tok_s']:.2f}x at {a['context']} positions (tau {a['tau']:.2f} "
+            f"against {b['tau']:.2f})"
+        )
+    late = [(a["with_prefill_tok_s"] / b["with_prefill_tok_s"], a["context"]) for a, b in both]
+    if late and min(late)[0] < 1:
+        out.append(f"with the prompt's time it is {min(late)[0]:.1f}x at {min(late)[1]}")
     return out
 
 
@@ -161,10 +185,11 @@ def headline() -> list[str]:
         assert rivals is not None
         own = ours if "whole" in ours else read("context_sweep") or {}
         command = "pdl_steps" if own is ours else "context_sweep"
+        graph = " and graph_pdl" if own is ours else ""
         lines += [
             f"**A speculative step on one {rivals['device']}**; in brackets how much longer it "
             f"takes than the megakernel's (rivals: {where(rivals)}, `python -m "
-            f"experiments.baseline_steps`; megakernel: {where(own)}, `python -m "
+            f"experiments.baseline_steps`; megakernel{graph}: {where(own)}, `python -m "
             f"experiments.{command}`).",
             "",
             *_table(found),

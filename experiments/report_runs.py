@@ -44,8 +44,9 @@ def _agreement(found: Result) -> list[str]:
         for kind, some in apart.items()
     }
     hosts = f"; those with the host's Python in them {said['host']}" if "host" in said else ""
+    dates = " and ".join(f"{run['date'][:16]}, revision {run['revision']}" for run in found["runs"])
     lines = [
-        f"Two full runs ({' and '.join(run['date'][:16] for run in found['runs'])}, "
+        f"Two full runs ({dates}, "
         f"{found['runs'][1]['device']}), each on a GPU of its own, other jobs on the host's other "
         f"cores: **{within} of {every} figures differ by no more than the spread that the runs "
         f"stated beforehand** (the range of a run's rounds, and at least 3 % or 10 %). Times by "

@@ -170,6 +170,8 @@ def main() -> None:
         log.note(e.name, seconds, failed.get(e.name))
     if not args.no_report:
         subprocess.run([sys.executable, "-m", "experiments.report"], check=True)
+    if not log.seconds and not failed:
+        raise SystemExit("nothing was run")
     if failed:
         raise SystemExit("failed: " + "; ".join(f"{k}: {v}" for k, v in failed.items()))
 

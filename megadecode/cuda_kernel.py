@@ -213,7 +213,12 @@ def kernel_of(model: str, target: str, multiprocessors: int | None = None) -> Co
     else:
         from megadecode.models.load import load_model
 
-        shape = shape_of(load_model(model).config)
+        try:
+            shape = shape_of(load_model(model).config)
+        except ModelError as error:
+            if Path(model).exists():
+                raise
+            raise ModelError(f"{error}; shapes by name: {', '.join(SHAPES)}") from None
     try:
         return _fitted(shape, target, multiprocessors)
     except ValueError as error:

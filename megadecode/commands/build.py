@@ -15,7 +15,9 @@ Target = Annotated[str, typer.Option(help="sm_90a, sm_100a or sm_120a.")]
 
 
 def build(
-    model: Annotated[str, typer.Option(help="A preset's name or the path of a GGUF file.")],
+    model: Annotated[
+        str, typer.Option(help="A shape's name (llama-3.1-8b) or the path of a GGUF file.")
+    ],
     target: Target = "sm_90a",
     folder: Annotated[
         Path | None, typer.Option(help="Where to put it; by default the cache.")

@@ -1,6 +1,7 @@
 """Every experiment has a command line, and says what it needs where it cannot run."""
 
 import importlib
+import runpy
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ from experiments import run_all
 from experiments.report_pages import PAGES
 
 NAMES = [e.name for e in run_all.EXPERIMENTS]
+OF_KERNELS = ["attention_layers", "gpu_decide", "gpu_prompt", "gpu_steps", "gpu_tree"]
 NEED_GPU = [e for e in run_all.EXPERIMENTS if e.gpu and e.name != "baseline_steps"]
 
 
@@ -30,6 +32,29 @@ def test_help(name, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("usage: ")
 
 
+def play_script(monkeypatch, name, *words):
+    """As `python -m` does: some have their command line at the module's end."""
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module(f"experiments.{name}", run_name="__main__")
+    return left.value.code
+
+
+@pytest.mark.parametrize("name", [*OF_KERNELS, "gpu_draft_phases", "gpu_scripted", "cubins"])
+def test_help_of_what_times_kernels(name, monkeypatch, capsys):
+    assert play_script(monkeypatch, name, "--help") == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+    assert play_script(monkeypatch, name) == 2
+    assert "folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", OF_KERNELS)
+def test_what_times_kernels_says_that_it_needs_a_gpu(name, monkeypatch, tmp_path):
+    monkeypatch.setattr("experiments.common.default_device", lambda: "cpu")
+    said = play_script(monkeypatch, name, str(tmp_path), str(tmp_path / "out.json"))
+    assert said.startswith(f"{name} measures an NVIDIA GPU; torch sees none here.")
+
+
 @pytest.mark.parametrize("experiment", NEED_GPU, ids=lambda e: e.name)
 def test_without_a_gpu_it_says_what_it_needs(experiment, monkeypatch, tmp_path):
     monkeypatch.setattr("experiments.common.default_device", lambda: "cpu")
@@ -43,7 +68,8 @@ def test_run_all_names_what_it_leaves_out(monkeypatch, capsys):
     monkeypatch.setattr(
         sys, "argv", ["run_all", "--quick", "--no-report", "--only", "dram_trace", "pdl_steps"]
     )
-    run_all.main()
+    with pytest.raises(SystemExit, match="nothing was run"):
+        run_all.main()
     said = capsys.readouterr().out
     assert "dram_trace is not run: it needs an NVIDIA GPU" in said
     assert "pdl_steps is not run: it needs an NVIDIA GPU" in said

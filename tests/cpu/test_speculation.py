@@ -15,6 +15,7 @@ from speculative import (
     check_jobs,
     engine,
     exact,
+    give_times,
     half_right,
     ids,
     jobs_script,
@@ -55,19 +56,26 @@ def test_chains_of_any_length_change_nothing(budget):
         check_all_returned(speculating)
 
 
+def one_script():
+    """Candidates that are right for the first of `JOBS` wherever it is."""
+    return truth(JOBS[0][0], alone()[0].token_ids)
+
+
 @pytest.mark.parametrize("budget", TREES)
 @pytest.mark.parametrize("block", [8, 16])
 def test_trees_of_any_size_change_nothing(budget, block):
-    """B63; in B28's sense nothing is left behind either."""
+    """B63; in B28's sense nothing is left behind either. `auto` goes by given step times and
+    candidates that are one text's for sure: by a busy machine's own times it may not draft."""
     config = td.variant(block_size=block)
     with engine(config, budget=budget) as speculating:
         check_jobs(speculating)
         check_all_returned(speculating)
     with scripted(config, budget=budget) as speculating:
-        play(speculating, jobs_script(block))
+        play(speculating, one_script() if budget == "auto" else jobs_script(block))
+        with speculating.parked():
+            give_times(speculating)
         accepted = check_jobs(speculating)
-        if budget != "auto":  # how much it drafts: test_speculation_cases, with step times given
-            assert max(map(len, accepted)) > 2
+        assert max(map(len, accepted)) > 2
         check_all_returned(speculating)
 
 

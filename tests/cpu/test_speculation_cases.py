@@ -13,6 +13,7 @@ from speculative import (
     drafts,
     engine,
     exact,
+    give_times,
     ids,
     one,
     params,
@@ -299,9 +300,7 @@ def auto(text, said, row_us, draft_us=200):
     with scripted(budget="auto") as speculating:
         play(speculating, said)
         with speculating.parked():
-            given = speculating._parts.loop.policy.given
-            given[:] = 1_000_000 + 1000 * row_us * np.arange(len(given))
-            given[0] = 1000 * draft_us
+            give_times(speculating, row_us, draft_us)
             request = speculating.submit(PROMPT, params(max_new_tokens=400, **ANYHOW))
             on_pairs = request.on_pairs
 

@@ -137,13 +137,13 @@ def compare(rig, rows, params, positions):
         assert (rest.view(np.uint8) == 0xEE).all(), "alternatives that nobody asked for"
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("model", VOCABULARIES)
-def test_tokens_are_the_cpu_devices(rig_of, model, temperature):
-    """Every combination of filters over ten kinds of rows, biases and alternatives in turn."""
-    rig, rng = rig_of(model), np.random.default_rng(int(temperature * 1000))
-    for case, (top_k, top_p, min_p) in enumerate(FILTERS):
-        rows = rows_of(VOCABULARIES[model], rng)
+def check_filters(rig, vocab, temperature, every=1):
+    """Every combination of filters, or each `every`-th, over ten kinds of rows, biases and
+    alternatives in turn."""
+    rng = np.random.default_rng(int(temperature * 1000))
+    for case in range(0, len(FILTERS), every):
+        top_k, top_p, min_p = FILTERS[case]
+        rows = rows_of(vocab, rng)
         bias = bias_of(rows[case % 10], case % 4, rng)
         params = record(
             int(rng.integers(-(2**63), 2**63 - 1)), bias, temperature=temperature, top_k=top_k,
@@ -152,16 +152,26 @@ def test_tokens_are_the_cpu_devices(rig_of, model, temperature):
         compare(rig, rows, params, rng.integers(1, 2**17, 10))
 
 
+def check_wide_prefixes(rig, vocab, case):
+    """Of rows of all kinds: ends that a sample finds, and ends that it cannot know of."""
+    rng = np.random.default_rng(case)
+    for make in (rows_of, misleading_rows):
+        for temperature in (0.7, 3):
+            rows = make(vocab, rng)
+            values = dict(temperature=temperature) | WIDE[case]
+            compare(rig, rows, record(case, {}, logprobs=5, **values), rng.integers(1, 2**17, 10))
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("model", VOCABULARIES)
+def test_tokens_are_the_cpu_devices(rig_of, model, temperature):
+    check_filters(rig_of(model), VOCABULARIES[model], temperature)
+
+
 @pytest.mark.parametrize("case", range(len(WIDE)))
 @pytest.mark.parametrize("model", VOCABULARIES)
 def test_wide_prefixes(rig_of, model, case):
-    """Of rows of all kinds: ends that a sample finds, and ends that it cannot know of."""
-    rig, rng = rig_of(model), np.random.default_rng(case)
-    for make in (rows_of, misleading_rows):
-        for temperature in (0.7, 3):
-            rows = make(VOCABULARIES[model], rng)
-            values = dict(temperature=temperature) | WIDE[case]
-            compare(rig, rows, record(case, {}, logprobs=5, **values), rng.integers(1, 2**17, 10))
+    check_wide_prefixes(rig_of(model), VOCABULARIES[model], case)
 
 
 @pytest.mark.parametrize("model", VOCABULARIES)
